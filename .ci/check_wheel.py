@@ -1,0 +1,28 @@
+"""Fail unless the wheel named on the command line holds every module of the tree, and no other."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(wheel: str) -> int:
+    modules = [ROOT / "launch_server.py", ROOT / "bench_serving.py"]
+    for package in ("srt", "launch", "bench"):
+        modules.extend((ROOT / package).rglob("*.py"))
+    expected = {path.relative_to(ROOT).as_posix() for path in modules}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    for name in sorted(expected - names):
+        print(f"not in the wheel: {name}", file=sys.stderr)
+    for name in sorted(names - expected):
+        print(f"only in the wheel: {name}", file=sys.stderr)
+    print(f"{len(expected)} modules in the tree, {len(names)} files in the wheel")
+    return int(expected != names)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
