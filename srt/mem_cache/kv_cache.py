@@ -1,0 +1,54 @@
+"""The bytes: K and V buffers of each layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class KVCache:
+    """K and V of `num_slots` tokens in every layer, buffers of [num_slots, num_kv_heads, head_dim].
+    `num_slots` counts the padding page (slot 0 on) that belongs to nobody. Which slots are in use
+    is the business of TokenToKVPool; here a slot is only a row.
+
+    Everything starts as zero, so that a padded read is finite. On CPU a page of memory becomes real
+    at its first write: the pool may be sized generously without being paid for.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        self.num_slots = num_slots
+        self.dtype = dtype
+        shape = (num_slots, num_kv_heads, head_dim)
+        self.k_buffers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.v_buffers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.bytes_per_token = bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
+
+    def set_kv(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [n, num_kv_heads, head_dim] at slots `loc` [n] int64."""
+        self.k_buffers[layer_id].index_copy_(0, loc, k.to(self.dtype))
+        self.v_buffers[layer_id].index_copy_(0, loc, v.to(self.dtype))
+
+    def get(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's own buffers, [num_slots, num_kv_heads, head_dim] each; not a copy."""
+        return self.k_buffers[layer_id], self.v_buffers[layer_id]
+
+
+def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """K and V of one token in all layers."""
+    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    if device != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page; numpy asks calloc, which hands out untouched pages of zeros.
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,35 @@
+"""K and V come back from the slots they were written to."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from srt.mem_cache.kv_cache import KVCache, bytes_per_token
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_at_a_slot_is_read_there_and_nowhere_else(dtype: torch.dtype) -> None:
+    cache = KVCache(8, num_layers=2, num_kv_heads=3, head_dim=4, dtype=dtype, device="cpu")
+    k, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    cache.set_kv(1, torch.tensor([5, 2]), k, v)
+    k_buffer, v_buffer = cache.get(1)
+    assert torch.equal(k_buffer[[5, 2]], k.to(dtype))
+    assert torch.equal(v_buffer[[5, 2]], v.to(dtype))
+    rest = [0, 1, 3, 4, 6, 7]
+    assert not k_buffer[rest].any() and not v_buffer[rest].any()
+    assert not any(buffer.any() for buffer in cache.get(0))
+
+
+def test_the_bytes_of_a_token_are_those_of_the_buffers() -> None:
+    cache = KVCache(10, 2, 3, 4, torch.bfloat16, "cpu")
+    held = sum(buffer.nbytes for layer_id in range(2) for buffer in cache.get(layer_id))
+    assert held == 10 * cache.bytes_per_token == 10 * bytes_per_token(2, 3, 4, torch.bfloat16)
+
+
+def test_unused_slots_cost_no_memory() -> None:
+    before = psutil.Process().memory_info().rss
+    cache = KVCache(1 << 18, 1, 8, 64, torch.float32, "cpu")
+    assert cache.get(0)[0].nbytes == 1 << 29
+    assert psutil.Process().memory_info().rss - before < 1 << 26
