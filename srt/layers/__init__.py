@@ -1,0 +1,1 @@
+"""Parts that models are built from, and attention backends."""
