@@ -1,0 +1,38 @@
+"""Matrix products with weights, and several of them fused into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`. The weights are not initialised: a checkpoint fills them."""
+
+    def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, in_size] -> [n, out_size]"""
+        return F.linear(x, self.weight, self.bias)
+
+
+class MergedLinear(Linear):
+    """Linears of one input stacked into one product. `parts` maps the name each has in checkpoints,
+    where this module has its own, to its out size; output columns are in this order."""
+
+    def __init__(self, in_size: int, parts: Mapping[str, int], bias: bool = False) -> None:
+        super().__init__(in_size, sum(parts.values()), bias)
+        self.parts = dict(parts)
+
+    def part_rows(self) -> Iterator[tuple[str, slice]]:
+        """Each part's name and its rows of `weight` and `bias`."""
+        start = 0
+        for name, size in self.parts.items():
+            yield name, slice(start, start + size)
+            start += size

@@ -1,0 +1,164 @@
+"""Owns the model, the KV bytes and the attention backend; computes passes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from srt.forward_batch import ForwardBatch, ForwardMode
+from srt.host_limits import available_memory, usable_cores
+from srt.layers.attention import AttentionBackend
+from srt.layers.sampler import sample
+from srt.layers.torch_attention import TorchAttentionBackend
+from srt.mem_cache.kv_cache import KVCache, bytes_per_token
+from srt.memory_plan import DeviceMemory, MemoryPlan, make_memory_plan
+from srt.model_config import ModelConfig
+from srt.models.causal_lm import CausalLM
+from srt.models.registry import create_model
+from srt.server_args import ServerArgs
+from srt.weights import fill_with_random_weights, iterate_checkpoint, load_weights
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "half": torch.float16,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "float32": torch.float32,
+}
+DUMMY_SEED = 0
+
+
+class ModelRunner:
+    """Order of use: construct (loads the weights), `plan_memory`, `init_memory`, then any number of
+    passes, from one thread."""
+
+    def __init__(self, model_path: Path, config: ModelConfig, args: ServerArgs) -> None:
+        """ValueError if the weights do not fit the config or the device is not there."""
+        self.config = config
+        self.args = args
+        self.device = _choose_device(args.device)
+        self.dtype = _choose_dtype(args.dtype, config.dtype, self.device)
+        kv_dtype = args.kv_cache_dtype
+        self.kv_dtype = self.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
+        if self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # The one place where threads are chosen; the variable is OpenMP's, and torch obeys it.
+            torch.set_num_threads(usable_cores())
+        self.model = self._load_model(model_path)
+        self.kv_cache: KVCache | None = None
+        self.attn: AttentionBackend | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def _load_model(self, model_path: Path) -> CausalLM:
+        start = time.monotonic()
+        with _default_dtype(self.dtype), torch.device(self.device):
+            model = create_model(self.config)
+        if self.args.load_format == "dummy":
+            fill_with_random_weights(model, DUMMY_SEED)
+        else:
+            load_weights(model, iterate_checkpoint(model_path, self.args.load_format))
+        model.eval()
+        logger.info(
+            "Load weight end. type=%s, dtype=%s, device=%s, weight=%.2f GB, elapsed=%.2f s",
+            type(model).__name__,
+            str(self.dtype).removeprefix("torch."),
+            self.device,
+            _weight_bytes(model) / 2**30,
+            time.monotonic() - start,
+        )
+        return model
+
+    def plan_memory(self) -> MemoryPlan:
+        """Size of the KV pool and number of rows from the memory that is free now. ValueError names
+        the option and both numbers if they do not fit."""
+        if self.device == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            memory = DeviceMemory(is_cuda=True, available=free, total=total)
+        else:
+            free = available_memory()
+            memory = DeviceMemory(is_cuda=False, available=free, total=free)
+        config = self.config
+        return make_memory_plan(
+            memory,
+            _weight_bytes(self.model),
+            bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.kv_dtype),
+            config.context_len,
+            self.args,
+        )
+
+    def init_memory(self, plan: MemoryPlan, req_to_token: torch.Tensor) -> None:
+        """Make the KV cache and the attention backend. `req_to_token` [rows + 1, context_len] int32
+        on our device; we only read it."""
+        self.kv_cache = KVCache(
+            plan.max_total_num_tokens + self.args.page_size,  # the padding page comes first
+            self.config.num_layers,
+            self.config.num_kv_heads,
+            self.config.head_dim,
+            self.kv_dtype,
+            self.device,
+        )
+        self.attn = TorchAttentionBackend(self.kv_cache, req_to_token)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [b, vocab] float32 after each request's last new token."""
+        return self.model.logits(self._last_hidden(batch))
+
+    @torch.inference_mode()
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """next_token_ids [b] int64; zeros for a pass of inner chunks, which needs no tokens."""
+        hidden = self._last_hidden(batch)
+        if batch.sampling is None:
+            return torch.zeros_like(batch.seq_lens)
+        return sample(self.model.logits(hidden), batch.sampling, batch.seq_lens)
+
+    def _last_hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [b, hidden] of each request's last new token: only these meet the head."""
+        assert self.attn is not None, "init_memory() comes before the first pass"
+        self.attn.plan(batch)
+        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, self.attn)
+        if batch.mode is ForwardMode.DECODE:
+            return hidden
+        return hidden[batch.extend_lens.cumsum(0) - 1]
+
+
+def _choose_device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda is asked for, but torch finds no CUDA device; use device cpu")
+    return device
+
+
+def _choose_dtype(dtype: str, config_dtype: str | None, device: str) -> torch.dtype:
+    if dtype != "auto":
+        return DTYPES[dtype]
+    if device == "cpu":
+        # Few CPUs multiply 16-bit floats faster than they convert them.
+        return torch.float32
+    # A float32 checkpoint is served in 16 bits: twice the speed, and what was trained as such.
+    return torch.float16 if config_dtype == "float16" else torch.bfloat16
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())

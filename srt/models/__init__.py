@@ -1,0 +1,1 @@
+"""Model families, each whole in one file."""
