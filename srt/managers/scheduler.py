@@ -1,0 +1,694 @@
+"""The scheduler loop: receive, choose, run, process. It owns the queue, the running batch and the
+pools."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from srt.forward_batch import ForwardBatch
+from srt.journal import Journal, RefusedEntry, RetractionEntry, StepRecord
+from srt.managers.admission import Admission, refused_entries
+from srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    FinishReason,
+    FinishType,
+    FlushCacheOut,
+    FlushCacheReq,
+    SchedulerInput,
+    SchedulerOutput,
+    StartedInfo,
+    TokenizedGenerateReq,
+)
+from srt.managers.phase_policy import PassStats, PhasePolicy, PhaseState
+from srt.managers.req import Req
+from srt.managers.req_memory import ReqMemory
+from srt.managers.retraction import Retraction, RetractionPolicy
+from srt.managers.schedule_batch import ModelLimits, ScheduleBatch, to_device
+from srt.managers.schedule_policy import WaitingQueue
+from srt.managers.scheduler_log import LoadSnapshot, SchedulerLog
+from srt.managers.scheduler_view import SchedulerCounters, answer_query
+
+logger = logging.getLogger(__name__)
+
+OOM_MESSAGE = (
+    "Out of memory even after retracting all other requests in the decode batch. "
+    "Aborting the last request."
+)
+
+
+class Runner(Protocol):
+    """What computes a pass: the ModelRunner, or a fake in tests."""
+
+    def step(self, batch: ForwardBatch) -> torch.Tensor:
+        """next_token_ids [b] int64 on the device. On a GPU this returns before they are
+        computed."""
+
+
+class Channel(Protocol):
+    """Where messages come from and go to."""
+
+    def recv(self, timeout_ms: int) -> Sequence[SchedulerInput]: ...
+
+    def send(self, message: SchedulerOutput) -> None: ...
+
+
+@dataclass
+class Pass:
+    """One pass, from its choice until its tokens are processed. `batch` holds the rows that sample,
+    as they were when the pass was launched; `extended` everyone who computed part of a prompt."""
+
+    phase: str  # "P" prefill, "D" decode, "M" a prefill with decode rows riding along
+    batch: ScheduleBatch
+    forward: ForwardBatch
+    record: StepRecord
+    extended: list[Req] = field(default_factory=list)
+    chunked: Req | None = None  # of `extended`, who is in mid-chunk after it
+    sampling_rows: list[int] | None = None  # rows of `forward` that sample; None: all
+    next_token_ids: torch.Tensor | None = None  # [len(batch)] on the device, once launched
+    has_late_ends: bool = False  # someone in it ended after its launch
+
+    @property
+    def is_extend(self) -> bool:
+        return self.phase != "D"
+
+
+class Scheduler:
+    """One thread, no locks. Everything it is made of comes through the constructor, so tests drive
+    the real one with a fake runner, a tiny pool and a clock of their own."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        channel: Channel,
+        memory: ReqMemory,
+        queue: WaitingQueue,
+        phase: PhasePolicy,
+        admission: Admission,
+        retraction: RetractionPolicy,
+        model: ModelLimits,
+        log: SchedulerLog,
+        journal: Journal,
+        clock: Callable[[], float] = time.monotonic,
+        mixed: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.channel = channel
+        self.memory = memory
+        self.waiting_queue = queue
+        self.phase = phase
+        self.admission = admission
+        self.retraction = retraction
+        self.model = model
+        self.log = log
+        self.journal = journal
+        self.clock = clock
+        self.mixed = mixed
+        self.running_batch: ScheduleBatch | None = None
+        self.last_batch: ScheduleBatch | None = (
+            None  # an extend pass whose rows have not merged yet
+        )
+        self.chunked_req: Req | None = None
+        self.in_flight: Pass | None = None  # launched, tokens not processed
+        self.live: dict[str, Req] = {}  # every request without a terminal output
+        self.paused = False
+        self.counters = SchedulerCounters()
+        # Rows of req_to_token whose request ended; batches drop them at the next choice.
+        self._ended_rows = np.zeros(memory.rows.num_rows + 1, dtype=np.bool_)
+        self._any_ended = False
+        self._flush_waits: list[tuple[float, FlushCacheReq]] = []
+        self._started: dict[str, StartedInfo] = {}  # admitted, first token not yet out
+        self._last_token_at = clock()
+        self._fruitless_choices = 0
+        self._retractions: list[Retraction] = []  # of this choice
+
+    # --- the loop ---
+
+    def event_loop(self, overlap: bool) -> None:
+        """Run for ever. Blocks on the channel only when there is nothing to compute."""
+        turn = self.step_overlap if overlap else self.step
+        while True:
+            turn()
+
+    def step(self) -> Pass | None:
+        """One turn: receive, choose, run, process, or rest."""
+        begin = time.perf_counter()
+        self.receive()
+        received = time.perf_counter()
+        chosen = self.get_next_batch_to_run()
+        if chosen is None:
+            self.rest()
+            return None
+        self._fruitless_choices = 0
+        decided = time.perf_counter()
+        self.launch(chosen)
+        launched = time.perf_counter()
+        self.process_batch_result(chosen)
+        self._note_times(chosen, begin, received, decided, launched)
+        return chosen
+
+    def step_overlap(self) -> Pass | None:
+        """The same with the device one pass ahead: the next pass is chosen and launched before the
+        tokens of the last one are looked at. A stop is known one pass later; the token computed in
+        between is dropped."""
+        begin = time.perf_counter()
+        self.receive()
+        received = time.perf_counter()
+        chosen = self.get_next_batch_to_run()
+        decided = time.perf_counter()
+        previous = self.in_flight
+        if chosen is not None:
+            self.launch(chosen)
+        launched = time.perf_counter()
+        self.in_flight = chosen
+        if previous is not None:
+            self.process_batch_result(previous)
+        if chosen is not None:
+            self._note_times(chosen, begin, received, decided, launched)
+        if chosen is None and previous is None:
+            self.rest()
+        else:
+            self._fruitless_choices = 0
+        return chosen
+
+    def _note_times(
+        self, done: Pass, begin: float, received: float, decided: float, launched: float
+    ) -> None:
+        """Milliseconds of each part; with overlap, `process` is that of the pass before."""
+        end = time.perf_counter()
+        done.record.ms = {
+            "receive": (received - begin) * 1e3,
+            "choose": (decided - received) * 1e3,
+            "run": (launched - decided) * 1e3,
+            "process": (end - launched) * 1e3,
+        }
+        self.counters.add_times(done.record.ms)
+        self.journal.write(done.record)
+
+    @property
+    def has_work(self) -> bool:
+        return self.in_flight is not None or (bool(self.live) and not self.paused)
+
+    # --- receive ---
+
+    def receive(self, idle_timeout_ms: int = 1000) -> None:
+        for message in self.channel.recv(0 if self.has_work else idle_timeout_ms):
+            match message:
+                case TokenizedGenerateReq():
+                    self._accept(message)
+                case AbortReq():
+                    self._abort(message)
+                case FlushCacheReq():
+                    self._flush_waits.append((self.clock() + message.timeout, message))
+                case _:
+                    answer_query(self, message)
+        self._answer_flushes()
+
+    def _accept(self, message: TokenizedGenerateReq) -> None:
+        """Queue a request, or end it at once if it can never run. Its max_new_tokens is cut to what
+        the context and the pool hold, so that one request alone always fits."""
+        prompt_len = len(message.input_ids)
+        room = self.max_req_input_len + 1 - prompt_len
+        if room < 1:
+            error = (
+                f"Input length ({prompt_len} tokens) exceeds the maximum allowed length "
+                f"({self.max_req_input_len} tokens). Use a shorter input or enable "
+                "--allow-auto-truncate."
+            )
+            self._send_end(message.rid, FinishReason(FinishType.ABORT, None, error, 400))
+            return
+        asked = message.sampling_params.max_new_tokens
+        req = Req.from_message(message, room if asked is None else min(asked, room), self.clock())
+        assert req.rid not in self.live, f"rid {req.rid} is live already"
+        self.live[req.rid] = req
+        self.waiting_queue.append(req)
+
+    def _abort(self, message: AbortReq) -> None:
+        req = self.live.get(message.rid)
+        if req is None:
+            return
+        text = "Abort in waiting queue" if req.kv is None else "Aborted"
+        self._end_without_token(req, FinishReason(FinishType.ABORT, None, text), message.finished)
+
+    def _end_without_token(self, req: Req, reason: FinishReason, silent: bool = False) -> None:
+        """End a request wherever it is."""
+        if req.kv is None:
+            self.waiting_queue.remove(req)
+        if req is self.chunked_req:
+            self.chunked_req = None
+        self._end(req, reason)
+        self._started.pop(req.rid, None)
+        if not silent:
+            self._send_end(req.rid, reason)
+
+    @property
+    def max_req_input_len(self) -> int:
+        """The longest prompt that can run: one token must still fit behind it."""
+        return min(self.memory.rows.context_len, self.memory.slots.size) - 1
+
+    # --- choose ---
+
+    def get_next_batch_to_run(self) -> Pass | None:
+        self._retractions = []
+        self._merge_last_batch()
+        if self.paused:
+            return None
+        chosen = None
+        budget = self._prefill_budget()
+        if budget:
+            chosen = self.get_new_batch_prefill(budget)
+        if chosen is None and self.running_batch is not None:
+            chosen = self.get_next_batch_decode()
+        if chosen is not None:
+            self._fill_record(chosen)
+        return chosen
+
+    def _merge_last_batch(self) -> None:
+        """Filter at every choice, before admission is tried: a slot freed at the end of a step can
+        be used in the next."""
+        last = self.last_batch
+        self._filter(last)
+        self._drop_ended()
+        self.last_batch = None
+        if last is not None and last.reqs:
+            if self.running_batch is None:
+                self.running_batch = last
+            else:
+                self.running_batch.merge_batch(last)
+
+    def _drop_ended(self) -> None:
+        """Filter the running batch. From here on the rows of the ended may be handed out again."""
+        self._filter(self.running_batch)
+        if self.running_batch is not None and not self.running_batch.reqs:
+            self.running_batch = None
+        self._ended_rows[:] = False
+        self._any_ended = False
+
+    def _filter(self, batch: ScheduleBatch | None) -> None:
+        """Drop who has ended, and who has all its tokens launched."""
+        if batch is None:
+            return
+        stays = batch.remaining_cpu > 0
+        if self._any_ended:
+            stays &= ~self._ended_rows[batch.rows_cpu]
+        if not stays.all():
+            batch.filter_batch(np.flatnonzero(stays).tolist())
+
+    def _prefill_budget(self) -> int:
+        """New tokens that a prefill may take now; 0 when there is nothing to prefill or the phase
+        policy lets the running requests decode first."""
+        if self.chunked_req is None and not self.waiting_queue:
+            return 0
+        running, chunked = self.running_batch, self.chunked_req
+        first = chunked if chunked is not None else self.waiting_queue.oldest()
+        assert first is not None, "nobody to prefill"
+        state = PhaseState(
+            now=self.clock(),
+            num_running=0 if running is None else len(running),
+            num_kv_read=0 if running is None else int(running.seq_lens_cpu.sum()),
+            num_pending=self.num_pending_tokens(),
+            first_token_due=first.queued_at,
+            last_token_at=self._last_token_at,
+        )
+        limit = self.admission.token_budget
+        if self.mixed and running is not None:
+            limit = max(1, limit - len(running))
+        budget = self.phase.prefill_tokens(state, limit)
+        self.admission.decode_turn = budget == 0
+        return budget
+
+    def get_new_batch_prefill(self, budget: int) -> Pass | None:
+        """Admit what fits; None if nobody does."""
+        self._preempt_for_priority()
+        mixed = self.running_batch if self.mixed else None
+        if mixed is not None and not mixed.decode_fits(self.memory):
+            return None
+        result = self.admission.build(
+            self.waiting_queue, self.chunked_req, self.running_batch, budget, self.clock(), mixed
+        )
+        for req in result.newcomers:
+            self.waiting_queue.remove(req)
+            self._note_admission(req)
+        self.chunked_req = result.chunked
+        if not result.members:
+            return None
+        batch, forward = ScheduleBatch.prepare_for_extend(
+            result.members, result.seq_lens, self.memory, self.model
+        )
+        num_new = sum(forward.extend_lens_cpu)
+        num_cached = sum(req.kv.admitted_len for req in result.newcomers if req.kv is not None)
+        chosen = Pass("P", batch, forward, self._new_record(), result.members, result.chunked)
+        chosen.record.budget_left = result.budget_left
+        chosen.record.admitted = result.admitted_entries()
+        if mixed is not None:
+            self._ride_along(chosen, mixed)
+        # An inner chunk has no token yet, and a request for no tokens wants none.
+        sampling = [
+            row
+            for row, req in enumerate(batch.reqs)
+            if req is not result.chunked and req.max_new_tokens > 0
+        ]
+        if len(sampling) < len(batch):
+            chosen.sampling_rows = sampling
+        self.log.on_prefill(
+            len(result.members), num_new, num_cached, self.num_pending_tokens(), self.load()
+        )
+        return chosen
+
+    def _ride_along(self, chosen: Pass, running: ScheduleBatch) -> None:
+        """Let the running requests take their next token in the same pass, as extends of one token.
+        Admission has left room for them."""
+        decode = running.prepare_for_decode(self.memory)
+        chosen.batch.merge_batch(running)
+        chosen.forward = chosen.forward.followed_by(decode, chosen.batch.sampling.snapshot())
+        chosen.phase = "M"
+        self.running_batch = None
+
+    def _note_admission(self, req: Req) -> None:
+        assert req.kv is not None, f"{req.rid} is not admitted"
+        cached = req.kv.admitted_len
+        if req.num_retractions == 0:
+            req.cached_tokens = cached
+            req.queue_time = self.clock() - req.arrival_time
+        else:
+            req.recomputed_tokens += max(0, req.retracted_len - cached)
+            self.counters.recomputed_tokens += max(0, req.retracted_len - cached)
+        self.waiting_queue.policy.on_admitted(req, req.fill_len - cached)
+        self._started[req.rid] = StartedInfo(
+            req.cached_tokens, req.queue_time, req.num_retractions, req.recomputed_tokens
+        )
+
+    def get_next_batch_decode(self) -> Pass | None:
+        """The running batch, less whoever had to be retracted for its next token to fit."""
+        batch = self.running_batch
+        assert batch is not None, "nobody is running"
+        must, forced = not batch.decode_fits(self.memory), self.retraction.is_forced()
+        if must or forced:
+            # What the last pass gave is needed to choose victims, and may have ended somebody.
+            self._settle_in_flight()
+            batch = self.running_batch
+            if batch is None:
+                return None
+            if not batch.decode_fits(self.memory):
+                self.retract_decode(batch)
+            elif forced:
+                self.force_retract(batch)
+            self._drop_ended()
+            if self.running_batch is None:
+                return None
+        else:
+            self.admission.ratio.decay()
+        return Pass("D", batch, batch.prepare_for_decode(self.memory), self._new_record())
+
+    def _settle_in_flight(self) -> None:
+        """Process the pass in flight now, with a wait for the device."""
+        if self.in_flight is not None:
+            done, self.in_flight = self.in_flight, None
+            self.process_batch_result(done)
+            self._merge_last_batch()
+
+    # --- retraction ---
+
+    def retract_decode(self, batch: ScheduleBatch) -> None:
+        """Take slots back until the next token of everyone left fits. The request in mid-chunk has
+        the fewest outputs, none, so it goes first; the last one standing is never retracted."""
+        ratio = self.admission.ratio
+        before, old_ratio = self.memory.available, ratio.value
+        victims = []
+        if self.chunked_req is not None:
+            victims.append(self.chunked_req)
+            self._retract(self.chunked_req)
+            self.chunked_req = None
+        order = self.retraction.victim_order(batch)
+        needs = self.memory.decode_needs(batch.seq_lens_cpu + 1)
+        need, gone = int(needs.sum()), 0
+        while need > self.memory.available and gone < len(order) - 1:
+            row = order[gone]
+            gone += 1
+            need -= int(needs[row])
+            victims.append(batch.reqs[row])
+            self._retract(batch.reqs[row])
+        stay = [batch.reqs[row] for row in order[gone:]]
+        outputs = sum(len(req.output_ids) for req in stay)
+        ratio.on_retract(outputs, sum(req.max_new_tokens for req in stay), len(stay))
+        self._note_retraction("kv", victims, self.memory.available - before, old_ratio)
+        if need > self.memory.available:
+            self.log.on_last_aborted(stay[0].rid)
+            reason = FinishReason(FinishType.ABORT, None, OOM_MESSAGE, 500, "InternalServerError")
+            self._end_without_token(stay[0], reason)
+
+    def force_retract(self, batch: ScheduleBatch) -> None:
+        """`--retract-every`: retract the first victim although there is room, for tests."""
+        if len(batch) < 2:
+            return
+        before = self.memory.available
+        victim = batch.reqs[self.retraction.victim_order(batch)[0]]
+        self._retract(victim)
+        gained = self.memory.available - before
+        self._note_retraction("forced", [victim], gained, self.admission.ratio.value)
+
+    def _preempt_for_priority(self) -> None:
+        """Make room for a waiting request that is more important than running ones by more than the
+        threshold. They go back to the queue, first in their own class."""
+        running = self.running_batch
+        head = next(self.waiting_queue.order(self.clock()), None)
+        if running is None or head is None:
+            return
+        if not self.retraction.preemption_victims(head, running):
+            return
+        if self.admission.would_fit(head, running) is None:
+            return
+        self._settle_in_flight()
+        before, old_ratio = self.memory.available, self.admission.ratio.value
+        victims: list[Req] = []
+        while (running := self.running_batch) is not None:
+            candidates = self.retraction.preemption_victims(head, running)
+            if not candidates or self.admission.would_fit(head, running) is None:
+                break
+            victims.append(candidates[0])
+            self._retract(candidates[0])
+            self._drop_ended()
+        if victims:
+            self._note_retraction("priority", victims, self.memory.available - before, old_ratio)
+
+    def _retract(self, req: Req) -> None:
+        self._release(req)
+        req.num_retractions += 1
+        req.bypassed = 0
+        req.queued_at = self.clock()
+        self.waiting_queue.push_front(req)
+
+    def _note_retraction(
+        self, cause: str, victims: list[Req], gained: int, old_ratio: float
+    ) -> None:
+        lost = sum(req.retracted_len for req in victims)
+        rids = tuple(req.rid for req in victims)
+        event = Retraction(cause, rids, gained, lost, old_ratio, self.admission.ratio.value)
+        self._retractions.append(event)
+        self.counters.on_retraction(event, victims)
+        self.log.on_retract(event)
+
+    def _release(self, req: Req) -> None:
+        """Take back the memory of an admitted request; batches forget it at the next choice."""
+        assert req.kv is not None, f"{req.rid} is not admitted"
+        req.retracted_len = self.memory.kv_len(req)
+        self._ended_rows[req.kv.row] = True
+        self._any_ended = True
+        self.memory.release_kv(req)
+
+    # --- run ---
+
+    def launch(self, chosen: Pass) -> None:
+        """Start the pass. Its tokens stay on the device: the next pass may read them there."""
+        batch = chosen.batch
+        next_token_ids = self.runner.step(chosen.forward)
+        if chosen.sampling_rows is not None:
+            rows = to_device(np.array(chosen.sampling_rows, dtype=np.int64), self.model.device)
+            next_token_ids = next_token_ids[rows]
+            batch.filter_batch(chosen.sampling_rows)
+        batch.take_tokens(next_token_ids)
+        chosen.next_token_ids = next_token_ids
+        chosen.batch = batch.snapshot()
+        if chosen.is_extend:
+            self.last_batch = batch
+
+    # --- process ---
+
+    def process_batch_result(self, done: Pass) -> None:
+        """Give out the tokens, end what has ended, one message for the whole pass. Reading the
+        tokens is the one device sync of a step: whether a request goes on depends on them."""
+        assert done.next_token_ids is not None, "processed before it was launched"
+        batch = done.batch
+        tokens: list[int] = done.next_token_ids.tolist()
+        rows: Sequence[int] = range(len(tokens))
+        if done.has_late_ends:
+            rows = [row for row, req in enumerate(batch.reqs) if not req.has_ended]
+        if len(rows) == len(tokens):
+            for req, token in zip(batch.reqs, tokens, strict=True):
+                req.output_ids.append(token)
+            out = BatchTokenOut(batch.rids, tokens)
+        else:
+            for row in rows:
+                batch.reqs[row].output_ids.append(tokens[row])
+            out = BatchTokenOut([batch.rids[row] for row in rows], [tokens[row] for row in rows])
+        place = {row: at for at, row in enumerate(rows)} if done.has_late_ends else None
+        for row in batch.rows_that_stop(tokens, self.model.eos_token_ids):
+            at = row if place is None else place.get(row)
+            if at is not None:
+                reason = self._finish_reason(batch.reqs[row], tokens[row])
+                self._end(batch.reqs[row], reason)
+                self.admission.observe_end(batch.reqs[row])
+                out.finished[at] = reason
+                done.record.finished[batch.rids[row]] = reason.type.value
+        if done.extended:
+            self._settle_extended(done, out)
+        if out.rids:
+            self.waiting_queue.policy.on_tokens(batch.reqs)
+            self.channel.send(out)
+        self._note_pass(done, len(rows))
+
+    def _settle_extended(self, done: Pass, out: BatchTokenOut) -> None:
+        """Share what was computed; tell when first tokens started; end requests for no tokens."""
+        for req in done.extended:
+            if req.kv is not None:
+                self.memory.cache_unfinished(req)
+                if req.max_new_tokens == 0 and req is not done.chunked:
+                    self._end(req, FinishReason(FinishType.LENGTH))
+                    self._send_end(req.rid, req.finish_reason, self._started.pop(req.rid))
+        extended = {req.rid for req in done.extended}
+        for at, rid in enumerate(out.rids):
+            if rid in extended:
+                out.started[at] = self._started.pop(rid)
+
+    def _note_pass(self, done: Pass, num_tokens: int) -> None:
+        now = self.clock()
+        seconds = now - done.record.time
+        if done.phase != "P":
+            self._last_token_at = now
+            self.log.on_decode(num_tokens, self.load)
+        stats = PassStats(
+            done.is_extend,
+            sum(done.forward.extend_lens_cpu),
+            len(done.forward.seq_lens_cpu),
+            sum(done.forward.seq_lens_cpu),
+            seconds,
+        )
+        self.phase.on_pass(stats)
+        self.counters.on_pass(done.phase, num_tokens, stats)
+
+    def _finish_reason(self, req: Req, token: int) -> FinishReason:
+        is_eos = token in self.model.eos_token_ids and not req.params.ignore_eos
+        if is_eos or token in req.stop_ids:
+            return FinishReason(FinishType.STOP, token)
+        return FinishReason(FinishType.LENGTH)
+
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        """The one place where a request stops being live."""
+        req.finish_reason = reason
+        if req.kv is not None:
+            self._release(req)
+        if self.in_flight is not None:
+            self.in_flight.has_late_ends = True
+        self.counters.on_end(reason)
+        del self.live[req.rid]
+
+    def _send_end(
+        self, rid: str, reason: FinishReason | None, started: StartedInfo | None = None
+    ) -> None:
+        """A terminal output without a token."""
+        assert reason is not None, f"{rid} has no finish reason"
+        out = BatchTokenOut([rid], [-1], {0: reason})
+        if started is not None:
+            out.started[0] = started
+        self.channel.send(out)
+
+    # --- rest ---
+
+    def rest(self) -> None:
+        """Nothing to compute: the books must balance."""
+        if self.paused:
+            return
+        if self.live:
+            # The step that aborts the last one standing admits nobody, but the next one must.
+            self._fruitless_choices += 1
+            assert self._fruitless_choices < 3, f"{len(self.live)} requests are live, none can run"
+            return
+        self.admission.ratio.reset()
+        self.log.on_idle()
+        self.memory.check([])
+        self._answer_flushes()
+
+    def _answer_flushes(self) -> None:
+        waiting = []
+        for deadline, message in self._flush_waits:
+            if not self.live and self.in_flight is None:
+                self.memory.tree.reset()
+                logger.info("Cache flushed successfully!")
+                self.channel.send(FlushCacheOut(message.id, True))
+            elif self.clock() >= deadline:
+                load = self.load()
+                logger.warning(
+                    "Cache not flushed because there are pending requests. "
+                    f"#queue-req: {load.num_queued}, #running-req: {load.num_running}"
+                )
+                text = "Timed out waiting for idle state." if message.timeout else ""
+                self.channel.send(FlushCacheOut(message.id, False, text))
+            else:
+                waiting.append((deadline, message))
+        self._flush_waits = waiting
+
+    # --- what it tells ---
+
+    def load(self) -> LoadSnapshot:
+        num_queued = len(self.waiting_queue)
+        return LoadSnapshot(
+            len(self.live) - num_queued, num_queued, self.memory.used, self.memory.slots.size
+        )
+
+    def num_pending_tokens(self) -> int:
+        """Prompt tokens that no pass has computed; an estimate that ignores the cache."""
+        chunk = self.chunked_req
+        left = 0 if chunk is None else chunk.fill_len - self.memory.kv_len(chunk)
+        return left + self.waiting_queue.num_tokens
+
+    def _new_record(self) -> StepRecord:
+        self.counters.num_steps += 1
+        load = self.load()
+        return StepRecord(
+            step=self.counters.num_steps - 1,
+            time=self.clock(),
+            phase="",
+            rids=[],
+            lens=[],
+            used=load.num_used,
+            size=load.size,
+            queued=load.num_queued,
+            ratio=self.admission.ratio.value,
+            rows=self.admission.limits.max_running_requests,
+        )
+
+    def _fill_record(self, chosen: Pass) -> None:
+        record = chosen.record
+        record.phase = chosen.phase
+        record.rids = chosen.batch.rids
+        if chosen.is_extend:
+            record.lens = chosen.forward.extend_lens_cpu
+        if chosen.chunked is not None:
+            record.inner = [chosen.chunked.rid]
+        record.retractions = [
+            RetractionEntry(e.cause, list(e.victims), e.gained, e.lost, e.old_ratio, e.new_ratio)
+            for e in self._retractions
+        ]
+        if self.admission.decode_turn:
+            oldest = self.waiting_queue.oldest()
+            if oldest is not None:
+                record.refused = [RefusedEntry(oldest.rid, "decode_turn", 1, 0, 0)]
+        elif self.waiting_queue:
+            record.refused = refused_entries(self.admission.refused)
