@@ -122,7 +122,7 @@ class ServerArgs:
         1.0, "larger admits later and retracts less", low=0.0, high=100.0
     )
     admission: str = option(
-        "ratio",
+        "estimated",
         "how much KV running requests are believed to need: a share of their limits, or the "
         "simulated peak of what requests here have used",
         choices=("ratio", "estimated"),

@@ -42,7 +42,7 @@ OTHER_VALUES = {
     "prefill_max_requests": 4,
     "schedule_policy": "lpm",
     "schedule_conservativeness": 0.3,
-    "admission": "estimated",
+    "admission": "ratio",
     "enable_priority_scheduling": True,
     "schedule_low_priority_values_first": True,
     "default_priority_value": -5,

@@ -91,6 +91,8 @@ class PeakBudget:
         # Per request: tokens nobody else holds for it, and steps until it ends.
         self._held: Int64Array = np.empty(0, dtype=np.int64)
         self._steps: Int64Array = np.empty(0, dtype=np.int64)
+        nobody = np.empty(0, dtype=np.int64)
+        predictor.fit(nobody if running is None else running.produced_cpu)
         if running is not None:
             self._held = running.seq_lens_cpu - running.shared_cpu
             self._steps = self._steps_of(running)
