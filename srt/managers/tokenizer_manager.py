@@ -1,0 +1,445 @@
+"""The HTTP process's side of every request: tokenize, check, send, receive, stream, abort."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from typing import Any
+
+from srt.managers.detokenizer import Detokenizer
+from srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenOut,
+    ControlOut,
+    FailedMsg,
+    FinishReason,
+    FinishType,
+    FlushCacheOut,
+    FlushCacheReq,
+    InternalStateOut,
+    InternalStateReq,
+    JournalReq,
+    ReadyMsg,
+    RequestsReq,
+    SchedulerInput,
+    SchedulerOutput,
+)
+from srt.managers.ipc import FrontendChannel
+from srt.managers.req_state import ReqState
+from srt.managers.request_preparer import GenerateReqInput, PreparedReq, RequestPreparer
+from srt.managers.stop_matcher import StopRegexTimeout
+from srt.model_config import ModelConfig
+from srt.request_error import RequestError
+from srt.server_args import ServerArgs
+from srt.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+ControlReply = FlushCacheOut | InternalStateOut | ControlOut
+
+
+class ServerStatus(Enum):
+    STARTING = "starting"
+    UP = "up"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class _Call:
+    """The live requests of one client's call and the ones among them that have news.
+
+    News is not queued: a state is in `ready` once however many tokens it got, so a slow client
+    finds everything that came in one piece, and costs no memory while it is slow.
+    """
+
+    __slots__ = ("event", "is_stream", "ready", "seen")
+
+    def __init__(self, is_stream: bool, size: int) -> None:
+        self.is_stream = is_stream
+        self.event = asyncio.Event()
+        self.ready: deque[ReqState] = deque()
+        # Tokens of each choice at its last wake-up, for stream_interval; -1 while in `ready`.
+        self.seen = [0] * size
+
+    def notify(self, state: ReqState, interval: int) -> None:
+        """Wake the consumer if `state` has something it waits for: its end, its first token, or
+        `interval` more tokens since it last looked."""
+        seen = self.seen[state.index]
+        if seen < 0:
+            return
+        if state.finish_reason is None:
+            if not self.is_stream:
+                return
+            num_new = len(state.output_ids) - seen
+            if num_new < interval and not (seen == 0 and num_new):
+                return
+        self.seen[state.index] = -1
+        self.ready.append(state)
+        self.event.set()
+
+    async def next(self) -> ReqState:
+        while not self.ready:
+            self.event.clear()
+            await self.event.wait()
+        state = self.ready.popleft()
+        self.seen[state.index] = len(state.output_ids)
+        return state
+
+
+@dataclass(slots=True)
+class _Live:
+    """A table entry: a request's state, the call that consumes it, and tokens between wake-ups."""
+
+    state: ReqState
+    call: _Call
+    interval: int
+
+
+class TokenizerManager:
+    """Owns `rid -> ReqState`. An entry is made and removed by `generate`, nowhere else. Everything
+    runs on one event loop; nothing here may be called from another thread."""
+
+    def __init__(
+        self,
+        args: ServerArgs,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer,
+        channel: FrontendChannel,
+    ) -> None:
+        self.args = args
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.status = ServerStatus.STARTING
+        self.failure = ""  # why the status is DEAD
+        self.died = asyncio.Event()
+        self._ready: asyncio.Future[ReadyMsg] = asyncio.get_running_loop().create_future()
+        self._limits: ReadyMsg | None = None
+        self._rid_to_live: dict[str, _Live] = {}
+        # Every name a client can use for live requests (an id, or the base id of a call) -> their
+        # scheduler ids.
+        self._name_to_rids: dict[str, list[str]] = {}
+        self._no_requests = asyncio.Event()
+        self._no_requests.set()
+        self._preparer = RequestPreparer(args, model_config, tokenizer)
+        self._channel = channel
+        self._outbox: asyncio.Queue[SchedulerInput] = asyncio.Queue()
+        self._control_ids = count()
+        self._control: dict[int, asyncio.Future[ControlReply]] = {}
+        self._is_flushing = False
+        self._last_state: dict[str, Any] = {}
+        self._tasks = [
+            asyncio.create_task(self._guard(self._send_loop()), name="to-scheduler"),
+            asyncio.create_task(self._guard(self._receive_loop()), name="from-scheduler"),
+        ]
+
+    # --- life ---
+
+    async def wait_ready(self) -> ReadyMsg:
+        """Until the scheduler can take work. RuntimeError, with its error, if it never will."""
+        limits = await asyncio.shield(self._ready)
+        if self.status is ServerStatus.STARTING:
+            self.status = ServerStatus.UP
+        return limits
+
+    @property
+    def limits(self) -> ReadyMsg:
+        """What the scheduler said it can hold."""
+        assert self._limits is not None, "asked for limits before the scheduler was ready"
+        return self._limits
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of prompt and output together."""
+        return self.limits.context_len
+
+    @property
+    def num_live(self) -> int:
+        """Requests without a terminal output read by their consumer."""
+        return len(self._rid_to_live)
+
+    @property
+    def live_rids(self) -> list[str]:
+        return list(self._rid_to_live)
+
+    def fail(self, message: str) -> None:
+        """The scheduler is gone: end every live request with an error and take no more."""
+        if self.status is ServerStatus.DEAD:
+            return
+        self.status = ServerStatus.DEAD
+        self.failure = message
+        self.died.set()
+        if not self._ready.done():
+            self._ready.set_exception(RuntimeError(message))
+            self._ready.exception()  # nobody may be waiting; that is no warning's business
+        for live in self._rid_to_live.values():
+            if live.state.finish_reason is None:
+                _end_with_error(live.state, message, 500)
+                live.call.notify(live.state, live.interval)
+        for future in self._control.values():
+            if not future.done():
+                future.set_exception(RequestError(message, status=503))
+
+    async def drain(self, timeout: float) -> bool:
+        """Take no new requests and wait up to `timeout` s for the live ones; those that are left
+        are aborted. Whether all of them finished by themselves."""
+        if self.status is not ServerStatus.DEAD:
+            self.status = ServerStatus.DRAINING
+        try:
+            await asyncio.wait_for(self._no_requests.wait(), timeout)
+        except asyncio.TimeoutError:
+            logger.warning("Aborting %d requests after %g s of draining", self.num_live, timeout)
+            self.abort_all()
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End the two tasks and the sockets. Live requests get an error first."""
+        self.fail("The server has shut down.")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._channel.close()
+
+    # --- requests ---
+
+    async def generate(self, call_input: GenerateReqInput) -> AsyncGenerator[ReqState, None]:
+        """Run one call; RequestError at the first step if any of its members is refused (then none
+        has started).
+
+        Yields a state whenever it has news: with `stream` after its first token and after every
+        `stream_interval` tokens, and always, once, with its `finish_reason` set. Several choices
+        interleave; `state.index` says which it is (prompt-major: with n choices a prompt, those of
+        prompt p are `p * n` to `p * n + n - 1`). Read the state before the next await; it grows.
+
+        Leaving early (the client went away) aborts what still runs. Close it with `aclosing`, so
+        that this happens at once.
+        """
+        self._check_accepting()
+        members = await self._preparer.prepare(call_input, self.limits)
+        call = _Call(call_input.stream, len(members))
+        names = {member.rid: [member.request.rid] for member in members}
+        if call_input.rid is not None:
+            names[call_input.rid] = [member.request.rid for member in members]
+        # No await between these checks and the registration, or two calls could both pass them.
+        self._check_accepting()
+        self._check_free(members, names)
+        try:
+            self._name_to_rids.update(names)
+            is_list = call_input.is_batch or len(members) > 1
+            for index, member in enumerate(members):
+                self._start(member, index, is_list, call)
+            num_running = len(members)
+            while num_running:
+                state = await call.next()
+                if state.finish_reason is not None:
+                    num_running -= 1
+                yield state
+        finally:
+            for member in members:
+                live = self._rid_to_live.pop(member.request.rid, None)
+                if live is not None and live.state.finish_reason is None:
+                    self._send(AbortReq(member.request.rid, finished=True))
+            for name in names:
+                del self._name_to_rids[name]
+            if not self._rid_to_live:
+                self._no_requests.set()
+
+    def abort(self, rid: str) -> None:
+        """Ask for the end of `rid`, or of every member of the call it is the base id of. Exact
+        match; an id that is not live is ignored. The request ends through its terminal output."""
+        for member in self._name_to_rids.get(rid, ()):
+            self._send(AbortReq(member))
+
+    def abort_all(self) -> None:
+        for rid in self._rid_to_live:
+            self._send(AbortReq(rid))
+
+    def _start(self, member: PreparedReq, index: int, is_member: bool, call: _Call) -> None:
+        """Register one request and send it."""
+        request = member.request
+        params = request.sampling_params
+        state = ReqState(
+            member.rid,
+            request,
+            index,
+            is_member,
+            Detokenizer(
+                self.tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens
+            ),
+            member.stop_matcher,
+            request.arrival_time,
+        )
+        interval = params.stream_interval or self.args.stream_interval
+        self._rid_to_live[request.rid] = _Live(state, call, interval)
+        self._no_requests.clear()
+        self._send(request)
+
+    def _check_accepting(self) -> None:
+        if self.status is ServerStatus.UP:
+            return
+        message = {
+            ServerStatus.STARTING: "The server is still starting.",
+            ServerStatus.DRAINING: "The server is shutting down and takes no new requests.",
+            ServerStatus.DEAD: self.failure,
+        }[self.status]
+        raise RequestError(message, status=503)
+
+    def _check_free(self, members: list[PreparedReq], names: dict[str, list[str]]) -> None:
+        duplicate = next((name for name in names if name in self._name_to_rids), None)
+        if duplicate is None and len({member.rid for member in members}) < len(members):
+            rids = [member.rid for member in members]
+            duplicate = next(rid for rid in rids if rids.count(rid) > 1)
+        if duplicate is not None:
+            raise RequestError(f"Duplicate request ID detected: {duplicate}", param="rid")
+
+    # --- control ---
+
+    async def flush_cache(self, timeout: float) -> FlushCacheOut:
+        """Drop the cached prefixes; with a `timeout`, wait that many seconds for the server to be
+        idle first."""
+        self._check_accepting()
+        if self._is_flushing:
+            return FlushCacheOut(-1, False, "Another flush_cache is already in progress.")
+        self._is_flushing = True
+        try:
+            out = await self._ask(FlushCacheReq(next(self._control_ids), timeout))
+        finally:
+            self._is_flushing = False
+        assert isinstance(out, FlushCacheOut), f"asked to flush, got {type(out).__name__}"
+        return out
+
+    async def internal_state(self, timeout: float) -> dict[str, Any]:
+        """The scheduler's own figures. It answers between two passes; if a pass takes longer than
+        `timeout` s, those of the last time, marked `"is_stale": True`."""
+        try:
+            out = await asyncio.wait_for(
+                self._ask(InternalStateReq(next(self._control_ids))), timeout
+            )
+        except asyncio.TimeoutError:
+            return {**self._last_state, "is_stale": True}
+        assert isinstance(out, InternalStateOut), f"asked for state, got {type(out).__name__}"
+        self._last_state = out.state
+        return out.state
+
+    async def journal(self, last: int) -> list[dict[str, Any]]:
+        """The scheduler's last records of its journal, oldest first."""
+        result: list[dict[str, Any]] = await self._ask_control(
+            JournalReq(next(self._control_ids), last)
+        )
+        return result
+
+    async def requests(self, rid: str | None = None) -> list[dict[str, Any]]:
+        """Where every live request stands, or those that `rid` names, under the names by which
+        clients know them."""
+        if rid is None:
+            views = await self._ask_control(RequestsReq(next(self._control_ids)))
+        else:
+            views = []
+            for member in self._name_to_rids.get(rid, ()):
+                message = RequestsReq(next(self._control_ids), member)
+                views += await self._ask_control(message)
+        live = self._rid_to_live
+        return [
+            {**view, "rid": live[view["rid"]].state.rid} for view in views if view["rid"] in live
+        ]
+
+    async def _ask_control(self, message: JournalReq | RequestsReq) -> Any:
+        out = await self._ask(message)
+        assert isinstance(out, ControlOut), f"asked a question, got {type(out).__name__}"
+        if out.error is not None:
+            raise RequestError(out.error)
+        return out.result
+
+    async def _ask(
+        self, message: FlushCacheReq | InternalStateReq | JournalReq | RequestsReq
+    ) -> ControlReply:
+        if self.status is ServerStatus.DEAD:
+            raise RequestError(self.failure, status=503)
+        future: asyncio.Future[ControlReply]
+        future = asyncio.get_running_loop().create_future()
+        self._control[message.id] = future
+        self._send(message)
+        try:
+            return await future
+        finally:
+            del self._control[message.id]
+
+    # --- the socket ---
+
+    def _send(self, message: SchedulerInput) -> None:
+        """Never waits, so it can be called while a request is being cancelled; keeps the order."""
+        if self.status is not ServerStatus.DEAD:
+            self._outbox.put_nowait(message)
+
+    async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
+        """Without these loops nothing is ever answered, so an error in one is the end."""
+        try:
+            await loop
+        except Exception as error:
+            logger.exception("The connection to the scheduler broke")
+            self.fail(f"The connection to the scheduler broke: {error}")
+
+    async def _send_loop(self) -> None:
+        while True:
+            await self._channel.send(await self._outbox.get())
+
+    async def _receive_loop(self) -> None:
+        while True:
+            self._dispatch(await self._channel.recv())
+
+    def _dispatch(self, message: SchedulerOutput) -> None:
+        if isinstance(message, BatchTokenOut):
+            self._dispatch_tokens(message)
+        elif isinstance(message, ReadyMsg):
+            self._limits = message
+            if not self._ready.done():
+                self._ready.set_result(message)
+        elif isinstance(message, FailedMsg):
+            if message.traceback:
+                logger.error("Scheduler failed:\n%s", message.traceback)
+            self.fail(f"The scheduler failed: {message.error}")
+        else:
+            future = self._control.get(message.id)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    def _dispatch_tokens(self, out: BatchTokenOut) -> None:
+        # Hot: runs once a token. The tables are empty in almost every pass.
+        rid_to_live, started, finished = self._rid_to_live, out.started, out.finished
+        for i, rid in enumerate(out.rids):
+            live = rid_to_live.get(rid)
+            if live is None:
+                continue  # the client left; its AbortReq is on the way
+            state = live.state
+            if state.finish_reason is not None:
+                continue  # a stop string ended it here; likewise
+            reason = finished.get(i) if finished else None
+            try:
+                if started and i in started:
+                    state.start(started[i])
+                state.add_token(out.token_ids[i], reason)
+            except StopRegexTimeout as error:
+                _end_with_error(state, str(error), 400)
+            except Exception:  # one request's text must not take down everybody's
+                logger.exception("Decoding the output of %s failed", rid)
+                _end_with_error(state, "Internal error; the server's log has the details.", 500)
+            if state.finish_reason is not None and reason is None:
+                self._send(AbortReq(rid, finished=True))
+            live.call.notify(state, live.interval)
+
+
+def _end_with_error(state: ReqState, message: str, status_code: int) -> None:
+    """End a request whose text could not be made. What was held back is lost."""
+    state.finish_reason = FinishReason(
+        FinishType.ABORT,
+        message=message,
+        status_code=status_code,
+        err_type=RequestError(message, status_code).err_type,
+    )
+    state.finished_time = time.time()
