@@ -38,8 +38,11 @@ class PhasePolicy(Protocol):
         """New tokens a prefill may take now, at most `limit`; 0: decode first. Asked only while
         there is something to prefill."""
 
+    def on_launch(self, is_extend: bool) -> None:
+        """A pass was chosen and starts."""
+
     def on_pass(self, stats: PassStats) -> None:
-        """A pass has run."""
+        """A pass has run; with overlap the next one is launched by then."""
 
 
 class PrefillFirst:
@@ -50,6 +53,9 @@ class PrefillFirst:
 
     def prefill_tokens(self, state: PhaseState, limit: int) -> int:
         return limit
+
+    def on_launch(self, is_extend: bool) -> None:
+        """The past does not matter."""
 
     def on_pass(self, stats: PassStats) -> None:
         """The past does not matter."""
@@ -63,6 +69,9 @@ class DecodeFirst:
 
     def prefill_tokens(self, state: PhaseState, limit: int) -> int:
         return 0 if state.num_running else limit
+
+    def on_launch(self, is_extend: bool) -> None:
+        """The past does not matter."""
 
     def on_pass(self, stats: PassStats) -> None:
         """The past does not matter."""
@@ -84,8 +93,11 @@ class Interleave:
             self._owed = 0
         return 0 if self._owed else limit
 
+    def on_launch(self, is_extend: bool) -> None:
+        self._owed = self._decodes if is_extend else max(0, self._owed - 1)
+
     def on_pass(self, stats: PassStats) -> None:
-        self._owed = self._decodes if stats.is_extend else max(0, self._owed - 1)
+        """Times do not matter."""
 
 
 class SloPolicy:
@@ -125,8 +137,10 @@ class SloPolicy:
             return max(fitting, min(self._min_tokens, limit))
         return min(limit, self._min_tokens) if prefill_slack < decode_slack else 0
 
+    def on_launch(self, is_extend: bool) -> None:
+        self._prefills = self._prefills + 1 if is_extend else 0
+
     def on_pass(self, stats: PassStats) -> None:
-        self._prefills = self._prefills + 1 if stats.is_extend else 0
         self._model.observe(stats.num_tokens, stats.num_rows, stats.num_kv_read, stats.seconds)
 
 

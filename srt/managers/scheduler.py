@@ -508,6 +508,7 @@ class Scheduler:
     def launch(self, chosen: Pass) -> None:
         """Start the pass. Its tokens stay on the device: the next pass may read them there."""
         batch = chosen.batch
+        self.phase.on_launch(chosen.is_extend)
         next_token_ids = self.runner.step(chosen.forward)
         if chosen.sampling_rows is not None:
             rows = to_device(np.array(chosen.sampling_rows, dtype=np.int64), self.model.device)

@@ -13,9 +13,6 @@ from srt.managers.phase_policy import (
 )
 from srt.managers.step_time import MIN_SAMPLES, StepTimeModel
 
-PREFILL = PassStats(True, 512, 4, 512, 1.0)
-DECODE = PassStats(False, 8, 8, 1000, 0.1)
-
 
 def state(running=8, now=0.0, due=0.0, last=0.0, pending=1000):
     return PhaseState(now, running, 1000 * running, pending, due, last)
@@ -23,7 +20,7 @@ def state(running=8, now=0.0, due=0.0, last=0.0, pending=1000):
 
 def test_prefill_first_always_takes_the_whole_budget():
     policy = PrefillFirst()
-    policy.on_pass(PREFILL)
+    policy.on_launch(is_extend=True)
     assert policy.prefill_tokens(state(), 512) == 512
 
 
@@ -39,15 +36,15 @@ def test_interleave_owes_its_decodes_after_a_prefill():
     for _ in range(6):
         tokens = policy.prefill_tokens(state(), 512)
         seen.append(tokens)
-        policy.on_pass(PREFILL if tokens else DECODE)
+        policy.on_launch(is_extend=tokens > 0)
     assert seen == [512, 0, 0, 512, 0, 0]
 
 
 def test_interleave_owes_nothing_to_fewer_than_its_minimum():
     policy = Interleave(decodes=2, min_batch=4)
-    policy.on_pass(PREFILL)
+    policy.on_launch(is_extend=True)
     assert policy.prefill_tokens(state(running=3), 512) == 512
-    policy.on_pass(PREFILL)
+    policy.on_launch(is_extend=True)
     assert policy.prefill_tokens(state(running=4), 512) == 0
 
 
@@ -84,7 +81,7 @@ def test_slo_never_prefills_more_than_a_few_times_in_a_row_while_somebody_decode
     policy = trained(ttft=0.001, itl=60.0)
     turns = 0
     while policy.prefill_tokens(state(now=9.0, last=9.0), 512) and turns < 99:
-        policy.on_pass(PREFILL)
+        policy.on_launch(is_extend=True)
         turns += 1
     assert turns == SloPolicy.MAX_PREFILLS
 
