@@ -70,6 +70,7 @@ class Engine:
 
         Raises RequestError, before anything is computed, for a request that cannot be served; and
         later if the server had to end it. Leaving the iterator early aborts the request."""
+        self._running()
         body = _body(prompt, sampling_params, input_ids, stream, fields)
         if stream:
             return self._iterate(body)
@@ -84,6 +85,7 @@ class Engine:
         **fields: Any,
     ) -> Any:
         """`generate` for asynchronous callers; with `stream`, await it for an async iterator."""
+        self._running()
         body = _body(prompt, sampling_params, input_ids, stream, fields)
         if stream:
             return self._async_iterate(body)
@@ -115,6 +117,8 @@ class Engine:
         backend, self._backend = self._backend, None
         if backend is not None:
             self._wait(backend.close())
+        self._wait(self._loop.shutdown_asyncgens())
+        self._wait(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

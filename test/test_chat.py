@@ -48,7 +48,7 @@ def test_a_refused_question_leaves_the_conversation_as_it_was(tmp_path, capsys, 
     code, prompts = chat(tmp_path, [])
     assert code == 0
     assert prompts[-1] == "[user]Hi[assistant]I am né[user]Bye[assistant]"
-    assert "longer than the model's context" in capsys.readouterr().err.replace("\n", " ")
+    assert "longer than the model's context" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_wrong_key_is_said_and_ends_with_1(tmp_path, capsys):
@@ -62,7 +62,7 @@ def test_a_wrong_key_is_said_and_ends_with_1(tmp_path, capsys):
 
 def test_without_a_server_it_says_how_to_start_one(capsys):
     assert main(["Who?", "--url", "http://127.0.0.1:1"]) == 1
-    error = capsys.readouterr().err.replace("\n", " ")
+    error = " ".join(capsys.readouterr().err.split())
     assert "http://127.0.0.1:1" in error and "--start-server" in error
     assert main(["--url", "http://127.0.0.1:1"]) == 1
 

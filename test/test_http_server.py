@@ -374,13 +374,17 @@ def test_a_dead_scheduler_gives_500_to_the_running_and_503_to_the_new(tmp_path):
 
 def test_a_stream_whose_scheduler_dies_ends_with_an_abort_and_done(tmp_path):
     async def scenario():
-        async with serving_fake(tmp_path, passes=2) as http:
-            responses = []
-            for path, field in (("/generate", "text"), ("/v1/completions", "prompt")):
-                http.fake.passes_left = 2
-                body = {field: "x", "stream": True}
-                responses.append(await http.session.post(path, json=body))
-                assert (await responses[-1].content.readline()).startswith(b"data: {")
+        async with serving_fake(tmp_path, passes=0) as http:
+            post = http.session.post
+            requests = [
+                asyncio.ensure_future(post(path, json={field: "x", "stream": True}))
+                for path, field in (("/generate", "text"), ("/v1/completions", "prompt"))
+            ]
+            await until(lambda: len(http.fake.live) == 2)
+            http.fake.passes_left = 2
+            responses = await asyncio.gather(*requests)
+            for response in responses:
+                assert (await response.content.readline()).startswith(b"data: {")
             await asyncio.to_thread(http.fake.die, "out of luck")
             events = [events_of(await response.text()) for response in responses]
             reason = events[0][-1]["meta_info"]["finish_reason"]
