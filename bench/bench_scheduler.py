@@ -81,7 +81,8 @@ def measure(running: int, steps: int, queued: int = 0) -> Row:
             break
     send(queued)
     scheduler.receive()
-    decode, churn = [], []
+    decode: list[float] = []
+    churn: list[float] = []
     for number in range(steps):
         if number % 4 == 3:
             send(arriving)

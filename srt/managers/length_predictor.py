@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 from srt.mem_cache.token_to_kv_pool import Int64Array
 
@@ -28,7 +29,7 @@ class LengthPredictor:
         self._quantile = quantile
         self._lengths: deque[int] = deque(maxlen=WINDOW)
         self._times: Int64Array = np.empty(0, dtype=np.int64)  # [k] lengths at which some ended
-        self._survival = np.empty(0)  # [k] share of requests that are longer
+        self._survival: npt.NDArray[np.float64] = np.empty(0)  # [k] share of requests that are longer
 
     def observe(self, output_len: int) -> None:
         """A request ended by itself after `output_len` tokens."""
@@ -44,7 +45,7 @@ class LengthPredictor:
         self._times, counts = np.unique(ended, return_counts=True)
         known = np.sort(np.concatenate([ended, running]))
         at_risk = len(known) - np.searchsorted(known, self._times, side="left")
-        self._survival = np.cumprod(1.0 - counts / at_risk)
+        self._survival = np.cumprod(1.0 - counts / at_risk, dtype=np.float64)
 
     def remaining(self, produced: Int64Array, limits: Int64Array) -> Int64Array:
         """[b] tokens each request still produces: the quantile of the lengths above what it has
