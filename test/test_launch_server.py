@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -175,11 +176,17 @@ class RealServer:
     def __init__(self, folder, *argv):
         self.port = free_port()
         self.log = folder / "log.txt"
+        # A killed server cannot remove its socket folder. Short, since socket paths are limited.
+        self.temp = tempfile.TemporaryDirectory(prefix="rg-")
         command = [sys.executable, "-m", "launch_server", "--model-path", str(folder)]
         command += ["--load-format", "dummy", "--device", "cpu", "--max-total-tokens", "400"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--port", str(self.port), *argv], cwd=ROOT, stdout=log, stderr=log
+                [*command, "--port", str(self.port), *argv],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "TMPDIR": self.temp.name},
             )
 
     def wait_ready(self):
@@ -197,6 +204,7 @@ class RealServer:
     def __exit__(self, *_):
         self.process.kill()
         self.process.wait()
+        self.temp.cleanup()
 
 
 @pytest.mark.slow
