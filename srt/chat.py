@@ -144,8 +144,16 @@ def _parser() -> argparse.ArgumentParser:
         help="start a server if none answers at the url, and stop it at the end",
     )
     parser.add_argument("--system", help="system message to begin with")
-    parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token")
-    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
+    # A small model at the API's default of 1 wanders off; a chat should show what it can do.
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.2,
+        help="0 always takes the likeliest token (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="longest answer, in tokens (default: %(default)s)"
+    )
     parser.add_argument("--api-key", help="key the server was started with")
     return parser
 

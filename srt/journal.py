@@ -79,20 +79,20 @@ class Journal:
         """OSError if the file cannot be written."""
         self._ring: deque[StepRecord] = deque(maxlen=ring_size)
         self._encoder = msgspec.json.Encoder()
-        self._logger: logging.Logger | None = None
+        self._file: logging.Handler | None = None
         if path is not None:
             handler = logging.handlers.RotatingFileHandler(
                 path, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8"
             )
             handler.setFormatter(logging.Formatter("%(message)s"))
-            # Not in logging's registry, so that each journal has its own file.
-            self._logger = logging.Logger("journal")
-            self._logger.addHandler(handler)
+            # Without a logger: whoever turns logging down must not lose the journal.
+            self._file = handler
 
     def write(self, record: StepRecord) -> None:
         self._ring.append(record)
-        if self._logger is not None:
-            self._logger.info(self._encoder.encode(record).decode())
+        if self._file is not None:
+            line = self._encoder.encode(record).decode()
+            self._file.handle(logging.makeLogRecord({"msg": line}))
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """The last `count` records, oldest first, as JSON-ready dicts."""

@@ -15,6 +15,7 @@ import torch
 from srt.forward_batch import ForwardBatch
 from srt.journal import Journal, RefusedEntry, RetractionEntry, StepRecord
 from srt.managers.admission import Admission, refused_entries
+from srt.managers.batching import Batching, BatchingState, ContinuousBatching
 from srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -98,6 +99,7 @@ class Scheduler:
         journal: Journal,
         clock: Callable[[], float] = time.monotonic,
         mixed: bool = False,
+        batching: Batching | None = None,
     ) -> None:
         self.runner = runner
         self.channel = channel
@@ -111,6 +113,7 @@ class Scheduler:
         self.journal = journal
         self.clock = clock
         self.mixed = mixed
+        self.batching = ContinuousBatching() if batching is None else batching
         self.running_batch: ScheduleBatch | None = None
         self.last_batch: ScheduleBatch | None = (
             None  # an extend pass whose rows have not merged yet
@@ -128,6 +131,7 @@ class Scheduler:
         self._last_token_at = clock()
         self._fruitless_choices = 0
         self._retractions: list[Retraction] = []  # of this choice
+        self._ended_between: dict[str, str] = {}  # ends without a pass, for the next record
 
     # --- the loop ---
 
@@ -152,6 +156,7 @@ class Scheduler:
         launched = time.perf_counter()
         self.process_batch_result(chosen)
         self._note_times(chosen, begin, received, decided, launched)
+        self.journal.write(chosen.record)
         return chosen
 
     def step_overlap(self) -> Pass | None:
@@ -170,6 +175,7 @@ class Scheduler:
         self.in_flight = chosen
         if previous is not None:
             self.process_batch_result(previous)
+            self.journal.write(previous.record)
         if chosen is not None:
             self._note_times(chosen, begin, received, decided, launched)
         if chosen is None and previous is None:
@@ -190,16 +196,18 @@ class Scheduler:
             "process": (end - launched) * 1e3,
         }
         self.counters.add_times(done.record.ms)
-        self.journal.write(done.record)
 
     @property
     def has_work(self) -> bool:
-        return self.in_flight is not None or (bool(self.live) and not self.paused)
+        if self.in_flight is not None:
+            return True
+        return bool(self.live) and not self.paused and not self.batching.is_holding
 
     # --- receive ---
 
     def receive(self, idle_timeout_ms: int = 1000) -> None:
-        for message in self.channel.recv(0 if self.has_work else idle_timeout_ms):
+        timeout_ms = self.batching.wait_ms(self.clock(), idle_timeout_ms)
+        for message in self.channel.recv(0 if self.has_work else timeout_ms):
             match message:
                 case TokenizedGenerateReq():
                     self._accept(message)
@@ -244,6 +252,7 @@ class Scheduler:
         if req is self.chunked_req:
             self.chunked_req = None
         self._end(req, reason)
+        self._ended_between[req.rid] = reason.type.value
         self._started.pop(req.rid, None)
         if not silent:
             self._send_end(req.rid, reason)
@@ -304,11 +313,15 @@ class Scheduler:
     def _prefill_budget(self) -> int:
         """New tokens that a prefill may take now; 0 when there is nothing to prefill or the phase
         policy lets the running requests decode first."""
+        self.admission.decode_turn = False
         if self.chunked_req is None and not self.waiting_queue:
             return 0
         running, chunked = self.running_batch, self.chunked_req
         first = chunked if chunked is not None else self.waiting_queue.oldest()
         assert first is not None, "nobody to prefill"
+        if not self.batching.admits(self._batching_state(first)):
+            self.admission.decode_turn = False
+            return 0
         state = PhaseState(
             now=self.clock(),
             num_running=0 if running is None else len(running),
@@ -320,9 +333,22 @@ class Scheduler:
         limit = self.admission.token_budget
         if self.mixed and running is not None:
             limit = max(1, limit - len(running))
-        budget = self.phase.prefill_tokens(state, limit)
+        budget = limit
+        if not self.batching.is_forming:
+            budget = self.phase.prefill_tokens(state, limit)
         self.admission.decode_turn = budget == 0
         return budget
+
+    def _batching_state(self, first: Req) -> BatchingState:
+        num_waiting = len(self.waiting_queue)
+        return BatchingState(
+            self.clock(),
+            len(self.live) - num_waiting,
+            num_waiting,
+            first.queued_at,
+            self.admission.limits.max_running_requests,
+            self.chunked_req is not None,
+        )
 
     def get_new_batch_prefill(self, budget: int) -> Pass | None:
         """Admit what fits; None if nobody does."""
@@ -336,6 +362,7 @@ class Scheduler:
         for req in result.newcomers:
             self.waiting_queue.remove(req)
             self._note_admission(req)
+        self.batching.on_admitted(len(result.newcomers))
         self.chunked_req = result.chunked
         if not result.members:
             return None
@@ -412,6 +439,7 @@ class Scheduler:
         if self.in_flight is not None:
             done, self.in_flight = self.in_flight, None
             self.process_batch_result(done)
+            self.journal.write(done.record)
             self._merge_last_batch()
 
     # --- retraction ---
@@ -517,6 +545,8 @@ class Scheduler:
         batch.take_tokens(next_token_ids)
         chosen.next_token_ids = next_token_ids
         chosen.batch = batch.snapshot()
+        padding = self.batching.on_launch(chosen.is_extend, len(batch))
+        self.counters.row_steps += len(batch) + padding
         if chosen.is_extend:
             self.last_batch = batch
 
@@ -562,6 +592,7 @@ class Scheduler:
                 self.memory.cache_unfinished(req)
                 if req.max_new_tokens == 0 and req is not done.chunked:
                     self._end(req, FinishReason(FinishType.LENGTH))
+                    done.record.finished[req.rid] = FinishType.LENGTH.value
                     self._send_end(req.rid, req.finish_reason, self._started.pop(req.rid))
         extended = {req.rid for req in done.extended}
         for at, rid in enumerate(out.rids):
@@ -617,6 +648,8 @@ class Scheduler:
         if self.paused:
             return
         if self.live:
+            if self.batching.is_holding:
+                return
             # The step that aborts the last one standing admits nobody, but the next one must.
             self._fruitless_choices += 1
             assert self._fruitless_choices < 3, f"{len(self.live)} requests are live, none can run"
@@ -681,13 +714,25 @@ class Scheduler:
         record.rids = chosen.batch.rids
         if chosen.is_extend:
             record.lens = chosen.forward.extend_lens_cpu
-        if chosen.chunked is not None:
-            record.inner = [chosen.chunked.rid]
+            # Whoever computes a part of a prompt without sampling.
+            sampling = (
+                range(len(record.rids)) if chosen.sampling_rows is None else (chosen.sampling_rows)
+            )
+            if len(sampling) < len(record.rids):
+                members = set(sampling)
+                record.inner = [rid for i, rid in enumerate(record.rids) if i not in members]
+        record.finished, self._ended_between = self._ended_between, {}
         record.retractions = [
             RetractionEntry(e.cause, list(e.victims), e.gained, e.lost, e.old_ratio, e.new_ratio)
             for e in self._retractions
         ]
-        if self.admission.decode_turn:
+        if self.batching.refusal is not None and self.waiting_queue:
+            blocker = self.batching.refusal
+            oldest = self.waiting_queue.oldest()
+            if oldest is not None:
+                needed, available = blocker.needed, blocker.available
+                record.refused = [RefusedEntry(oldest.rid, blocker.kind, needed, available, 0)]
+        elif self.admission.decode_turn:
             oldest = self.waiting_queue.oldest()
             if oldest is not None:
                 record.refused = [RefusedEntry(oldest.rid, "decode_turn", 1, 0, 0)]
