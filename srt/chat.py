@@ -151,9 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.2,
         help="0 always takes the likeliest token (default: %(default)s)",
     )
-    parser.add_argument(
-        "--max-tokens", type=int, default=512, help="longest answer, in tokens (default: %(default)s)"
-    )
+    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens")
     parser.add_argument("--api-key", help="key the server was started with")
     return parser
 
