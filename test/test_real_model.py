@@ -83,10 +83,7 @@ def check_mixed(engine, reference, answers):
 
 
 def wait_until_pristine(engine):
-    for _ in range(200):
-        if pristine(engine):
-            return True
-    return False
+    return any(pristine(engine) for _ in range(200))
 
 
 def test_a_dozen_mixed_requests_answer_as_each_does_alone_and_leave_nothing(engine, reference):
@@ -171,16 +168,15 @@ def test_a_pool_too_small_for_the_load_changes_no_answer(default_model, referenc
         overlap_schedule=overlap,
     ) as engine:
         vocab = engine.tokenizer.vocab_size
-        prompts = [
-            [rng.randrange(3, vocab) for _ in range(rng.randint(5, 60))] for _ in range(40)
-        ]
+        prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(5, 60))] for _ in range(40)]
         params = [{**GREEDY, "max_new_tokens": rng.randint(60, 300)} for _ in prompts]
         last = {}
         for chunk in engine.generate(input_ids=prompts, sampling_params=params, stream=True):
             before = last.get(chunk["index"])
             assert before is None or chunk["text"].startswith(before["text"])
-            assert before is None or chunk["output_ids"][: len(before["output_ids"])] == (
-                before["output_ids"]
+            assert (
+                before is None
+                or chunk["output_ids"][: len(before["output_ids"])] == (before["output_ids"])
             )
             last[chunk["index"]] = chunk
         assert len(last) == 40

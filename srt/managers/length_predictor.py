@@ -29,7 +29,9 @@ class LengthPredictor:
         self._quantile = quantile
         self._lengths: deque[int] = deque(maxlen=WINDOW)
         self._times: Int64Array = np.empty(0, dtype=np.int64)  # [k] lengths at which some ended
-        self._survival: npt.NDArray[np.float64] = np.empty(0)  # [k] share of requests that are longer
+        self._survival: npt.NDArray[np.float64] = np.empty(
+            0
+        )  # [k] share of requests that are longer
 
     def observe(self, output_len: int) -> None:
         """A request ended by itself after `output_len` tokens."""
