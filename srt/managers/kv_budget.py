@@ -40,12 +40,16 @@ def final_need(memory: ReqMemory, req: Req, cached: int) -> int:
     return pages * memory.slots.page_size
 
 
-def reserved_for(batch: ScheduleBatch, ratio: float) -> int:
+def reserved_for(batch: ScheduleBatch, ratio: float, page_size: int = 1) -> int:
     """Tokens the running requests are expected to need still: the remaining max_new_tokens,
-    clipped, times `ratio`; in full for those that ignore EOS, since they will use it."""
+    clipped, times `ratio`; in full, to the page, for those that ignore EOS, since they will use
+    it."""
     clipped = np.minimum(batch.remaining_cpu, CLIP_MAX_NEW_TOKENS)
-    full = int(clipped[batch.ignore_eos_cpu].sum())
-    return full + int(np.ceil((int(clipped.sum()) - full) * ratio))
+    certain = batch.ignore_eos_cpu
+    have = batch.seq_lens_cpu[certain]
+    pages = -(-(have + clipped[certain]) // page_size) - -(-have // page_size)
+    believed = int(clipped[~certain].sum()) * ratio
+    return int(pages.sum()) * page_size + int(np.ceil(believed))
 
 
 class RatioBudget:
@@ -57,7 +61,11 @@ class RatioBudget:
     ) -> None:
         """`floor`: slots that the running requests take in this very pass."""
         self._memory = memory
-        self._reserved = 0 if running is None else max(floor, reserved_for(running, ratio))
+        self._reserved = (
+            0
+            if running is None
+            else max(floor, reserved_for(running, ratio, memory.slots.page_size))
+        )
 
     def blocker(self, req: Req, cached: int) -> Blocker | None:
         needed = final_need(self._memory, req, cached)

@@ -47,6 +47,12 @@ def test_the_reserve_is_the_rest_of_the_limits_times_the_ratio_and_whole_for_ign
     assert reserved_for(batch, 0.5) == 40 + 40
 
 
+def test_what_is_certain_is_reserved_to_the_page():
+    memory = memory_of(1600, page_size=16)
+    batch = running(memory, request("a", 10, 30, ignore_eos=True))
+    assert reserved_for(batch, 0.0, 16) == 32, "tokens 11 to 40 need two pages more"
+
+
 def test_limits_count_up_to_the_clip():
     memory = memory_of(20_000)
     batch = running(memory, request("a", 5, 10_000))
