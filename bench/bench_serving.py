@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -33,6 +34,8 @@ from bench.server_routes import (
 from bench.sessions import Dataset, DatasetError, Session
 from bench.sharegpt_file import ShareGptError
 from bench.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
+
+T = TypeVar("T")
 
 WARMUP_OUTPUT_LEN = 32
 PROGRESS_PERIOD_S = 0.5
@@ -207,12 +210,12 @@ def prepare(
     return tokenizer, build_dataset(options, tokenizer)
 
 
-def run_loop(options: Options) -> Run:
+def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         import uvloop
     except ImportError:  # not on every platform; the plain loop is right, only slower
-        return asyncio.run(benchmark(options))
-    return uvloop.run(benchmark(options))
+        return asyncio.run(coroutine)
+    return uvloop.run(coroutine)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,8 +227,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OptionError as error:
         print(f"bench_serving: error: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if options.sweep is not None:
+        from bench.sweep import run_sweep  # it is made of many runs of this
+
+        return run_sweep(options)
     try:
-        run = run_loop(options)
+        run = run_loop(benchmark(options))
     except (ServerError, DatasetError, TokenizerError, ShareGptError) as error:
         print(f"bench_serving: error: {error}", file=sys.stderr)
         return EXIT_FAILURES

@@ -11,6 +11,7 @@ import torch
 from srt.forward_batch import ForwardBatch
 from srt.journal import Journal
 from srt.managers.admission import Admission
+from srt.managers.batching import Batching
 from srt.managers.io_struct import BatchTokenOut, SchedulerInput, SchedulerOutput
 from srt.managers.new_token_ratio import NewTokenRatio
 from srt.managers.phase_policy import make_phase_policy
@@ -106,6 +107,7 @@ def make_scheduler(
     conservativeness: float = 1.0,
     mixed: bool = False,
     journal: str | None = None,
+    batching: Batching | None = None,
 ) -> Scheduler:
     """The server's own scheduler around `runner`."""
     slots = TokenToKVPool(pool_tokens, page_size)
@@ -125,4 +127,5 @@ def make_scheduler(
         journal=Journal(journal),
         clock=clock,
         mixed=mixed,
+        batching=batching,
     )

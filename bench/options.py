@@ -190,6 +190,21 @@ class Options:
         1, "turns of each record's session; later ones repeat its last block", kind=int
     )
     agentic_max_turns: int | None = option(None, "cut recorded sessions after this many", kind=int)
+    sweep: str | None = option(
+        None,
+        "NAME=V1,V2,...: run once for each value of an option of this command or, through PATCH "
+        "/v1/scheduler, of a setting of the server; writes CSV, JSON and a picture",
+    )
+    sweep_launch: str | None = option(
+        None,
+        "with --sweep: arguments of launch_server, to start a server of its own for each value",
+    )
+    sweep_repeats: int = option(
+        1, "with --sweep: runs of each value, of which the median one counts", kind=int
+    )
+    sweep_output: str | None = option(
+        None, "with --sweep: the files' path without ending (default: made of name and time)"
+    )
     tag: str | None = option(None, "copied into the JSON line")
     header: tuple[str, ...] = option((), "extra request headers, NAME=VALUE", many=True)
 
@@ -259,6 +274,7 @@ class Options:
         self._check_arrivals()
         self._check_dataset()
         self._check_backend()
+        self._check_sweep()
         _ = self.slos_ms, self.headers, self.extra_body  # their own errors, before anything is sent
 
     def _check_ranges(self) -> None:
@@ -270,7 +286,7 @@ class Options:
             "flush_cache_timeout": 0, "warmup_requests": 0, "gsp_num_groups": 1,
             "gsp_prompts_per_group": 1, "gsp_system_prompt_len": 1, "gsp_question_len": 1,
             "gsp_output_len": 1, "gsp_num_turns": 1, "mooncake_num_rounds": 1,
-            "agentic_max_turns": 1,
+            "agentic_max_turns": 1, "sweep_repeats": 1,
         }  # fmt: skip
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -383,9 +399,69 @@ class Options:
         if self.flush_cache and self.api.flush_path is None:
             raise OptionError(f"--flush-cache: backend {self.backend} has no route for it")
 
+    def _check_sweep(self) -> None:
+        if self.sweep is None:
+            for name in ("sweep_launch", "sweep_output", "sweep_repeats"):
+                if getattr(self, name) != Options.__dataclass_fields__[name].default:
+                    raise OptionError(f"{flag(name)} needs --sweep")
+            return
+        name, values = parse_sweep(self.sweep)
+        if name in Options.__dataclass_fields__:
+            for value in values:  # each value as good as if it had been given alone
+                dataclasses.replace(self, sweep=None, **_NO_SWEEP, **{name: value}).check()
+        if self.sweep_launch is not None and (self.base_url, self.port) != (None, None):
+            raise OptionError("--sweep-launch picks a port; leave out --base-url and --port")
+        if self.output_file is not None or self.output_details:
+            raise OptionError(
+                "--output-file and --output-details are for one run; a sweep writes --sweep-output"
+            )
+        if self.sweep_output is not None and not Path(self.sweep_output).parent.is_dir():
+            raise OptionError(f"--sweep-output {self.sweep_output}: its folder does not exist")
+
 
 def flag(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+# What a single run of a sweep leaves out.
+_NO_SWEEP: dict[str, Any] = {"sweep_launch": None, "sweep_output": None, "sweep_repeats": 1}
+_NOT_SWEPT = ("backend", "base_url", "host", "port", "output_file", "seed", "tag", "model")
+
+
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """`NAME=V1,V2,...` as a field name and values: of the option's own kind if it is ours, else
+    numbers where they look like numbers. OptionError names what is wrong."""
+    raw_name, equals, raw_values = text.partition("=")
+    name = raw_name.strip().removeprefix("--").replace("-", "_")
+    words = [word.strip() for word in raw_values.split(",")]
+    if not equals or not name.isidentifier() or not all(words):
+        raise OptionError(f"--sweep {text}: expected NAME=V1,V2,...")
+    if len(set(words)) < max(2, len(words)):
+        raise OptionError(f"--sweep {text}: expected at least two values, each once")
+    spec = Options.__dataclass_fields__.get(name)
+    if spec is None:
+        return name, [_number_or_word(word) for word in words]
+    if name in _NOT_SWEPT or name.startswith("sweep") or spec.metadata["many"]:
+        raise OptionError(f"--sweep {text}: {flag(name)} cannot be swept")
+    if spec.default is False:
+        raise OptionError(f"--sweep {text}: {flag(name)} has no values; compare two runs")
+    choices = spec.metadata["choices"]
+    for word in words:
+        if choices and word not in choices:
+            raise OptionError(f"--sweep {text}: {word} is none of {', '.join(choices)}")
+    try:
+        return name, [(spec.metadata["kind"] or str)(word) for word in words]
+    except ValueError as error:
+        raise OptionError(f"--sweep {text}: {error}") from None
+
+
+def _number_or_word(word: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -38,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         # First, since nobody wants to load a model only to learn that the port is taken.
+        tls = tls_context(args)
         with listen(args.host, args.port) as listener:
             model_path = resolve_model(args.model_path, args.revision, cache_dir(args))
             scheduler = SchedulerHandle(args, model_path)
             try:
-                return _run(_serve(args, model_path, scheduler, listener))
+                return _run(_serve(args, model_path, scheduler, listener, tls))
             finally:
                 scheduler.stop()
     except (StartError, ModelUnavailable, ValueError, OSError) as error:
@@ -74,6 +76,23 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
+    """For HTTPS, with --ssl-certfile; StartError if its files are no such."""
+    if args.ssl_certfile is None:
+        if args.ssl_keyfile is not None or args.ssl_ca_certs is not None:
+            raise StartError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
+        if args.ssl_ca_certs is not None:
+            context.load_verify_locations(args.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:  # ssl.SSLError is one
+        raise StartError(f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs: {error}") from error
+    return context
+
+
 def _run(main_coroutine: Coroutine[Any, Any, int]) -> int:
     """asyncio.run, on uvloop where there is one: it halves the cost of a chunk."""
     if sys.platform == "win32":
@@ -84,7 +103,11 @@ def _run(main_coroutine: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(
-    args: ServerArgs, model_path: Path, scheduler: SchedulerHandle, listener: socket.socket
+    args: ServerArgs,
+    model_path: Path,
+    scheduler: SchedulerHandle,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
 ) -> int:
     """The exit code, once everything but the scheduler process has ended."""
     # Late, so that the scheduler process, which takes longest, is already loading.
@@ -96,7 +119,7 @@ async def _serve(
     server = HttpServer(args)
     runner = server.runner()
     await runner.setup()
-    await web.SockSite(runner, listener).start()
+    await web.SockSite(runner, listener, ssl_context=tls).start()
     stopping = asyncio.create_task(stop.wait())
     starting = asyncio.create_task(_start(args, model_path, scheduler))
     backend = None
@@ -107,7 +130,8 @@ async def _serve(
         backend = starting.result()
         server.open(backend.manager)
         host, port = listener.getsockname()[:2]
-        logger.info("Serving %s on http://%s:%d", server.model_name, host, port)
+        scheme = "http" if tls is None else "https"
+        logger.info("Serving %s on %s://%s:%d", server.model_name, scheme, host, port)
         logger.info(READY_LINE)
         return await _until_end(backend, stopping)
     except RuntimeError as error:

@@ -64,6 +64,7 @@ class Backend:
                     "ignore_eos": True,
                 }
             ],
+            is_probe=True,
         )
         async with aclosing(self.manager.generate(call)) as states:
             async for state in states:

@@ -107,7 +107,7 @@ class Engine:
 
     def internal_state(self) -> dict[str, Any]:
         """The scheduler's figures."""
-        return self._wait(self._running().manager.internal_state(10.0))
+        return self._wait(self._running().manager.control.internal_state(10.0))
 
     def shutdown(self) -> None:
         """End the process and the thread; live requests get an error. May be called twice."""

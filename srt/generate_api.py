@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from srt.json_fields import optional, refuse_unsupported, token_ids, type_error
+from srt.json_fields import optional, refuse_unsupported, seconds, token_ids, type_error
 from srt.managers.io_struct import FinishReason, FinishType
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
@@ -52,6 +52,8 @@ def parse_generate_body(
         priority=optional(body, "priority", int, None),
         tenant=optional(body, "user", str, tenant),
         extra_key=cache_namespace(body),
+        queue_timeout=seconds(body, "queue_timeout"),
+        timeout=seconds(body, "timeout"),
         arrival_time=arrival_time,
     )
 

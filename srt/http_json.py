@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -9,8 +11,16 @@ from aiohttp import hdrs, web
 
 from srt.request_error import RequestError
 
-# Whose share a request uses under the fair policy, unless its body has a `user`.
 TENANT_HEADER = "X-Tenant"
+# Seconds that a body may take to arrive.
+BODY_TIMEOUT = web.AppKey("body_timeout", float)
+# Whose key a request brought, None if that is not known.
+KEY_OWNER: web.AppKey[Callable[[web.Request], str | None]] = web.AppKey("key_owner")
+
+
+def tenant_of(request: web.Request) -> str | None:
+    """Whose share a request uses under the fair policy, unless its body has a `user`."""
+    return request.headers.get(TENANT_HEADER) or request.app[KEY_OWNER](request)
 
 
 async def read_json(request: web.Request) -> Any:
@@ -22,7 +32,18 @@ async def read_json(request: web.Request) -> Any:
             raise RequestError(
                 f"Content-Type must be application/json, got {content_type[:100]!r}."
             )
-    data = await request.read()
+    timeout = request.app[BODY_TIMEOUT]
+    try:
+        data = await asyncio.wait_for(request.read(), timeout)
+    except asyncio.TimeoutError as error:
+        raise RequestError(
+            f"The body did not arrive within {timeout:g} s (--body-timeout).", status=408
+        ) from error
+    except ConnectionResetError as error:
+        # Raised again it would be logged as our failure; the answer finds nobody.
+        raise RequestError("The client left before its body was complete.") from error
+    except web.RequestPayloadError as error:
+        raise RequestError(f"The body cannot be read: {error}") from error
     if not data:
         raise RequestError("The body is empty; a JSON object is expected.")
     try:
@@ -39,5 +60,5 @@ def error_response(error: RequestError, path: str) -> web.Response:
     """The documented error shape of the route at `path`. A 503 says when to try again."""
     response = json_response(error.body(schema_as_text=path == "/generate"), error.status)
     if error.status == 503:
-        response.headers[hdrs.RETRY_AFTER] = "1"
+        response.headers[hdrs.RETRY_AFTER] = str(error.retry_after or 1)
     return response

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import hmac
 import logging
-import math
-import shlex
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
 
 from aiohttp import hdrs, web
 
-from srt import __version__
+from srt.admin_api import AdminRoutes
 from srt.generate_api import ChunkCursor, collect, error_of, parse_generate_body
-from srt.http_json import TENANT_HEADER, error_response, json_response, read_json
+from srt.http_auth import Keys
+from srt.http_json import (
+    BODY_TIMEOUT,
+    KEY_OWNER,
+    error_response,
+    json_response,
+    read_json,
+    tenant_of,
+)
+from srt.http_metrics import HttpMetrics
+from srt.info_api import InfoRoutes, served_model_name
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
@@ -31,43 +35,30 @@ from srt.tokenize_api import TokenizeRoutes
 
 logger = logging.getLogger(__name__)
 
-# A body of 64 MiB holds a prompt of some ten million tokens; more is a mistake or an attack.
-MAX_BODY_BYTES = 64 * 2**20
 # When the server closes, handlers that have not ended may still write what they have.
 CLOSE_SECONDS = 5.0
 HEALTH_GENERATE_SECONDS = 20.0
-# /server_info is read inside benchmarks' timed sections, so it does not wait for a long pass.
-INTERNAL_STATE_SECONDS = 1.0
-MAX_JOURNAL_RECORDS = 10_000
 
-_ALWAYS_OPEN = ("/health", "/ready", "/metrics")
-_WHILE_STARTING = frozenset({"/", "/health", "/health_generate", "/ready", "/ping"})
-_FLUSHED = (
-    "Cache flushed.\nPlease check backend logs for more details. "
-    "(When there are running or waiting requests, the operation will not be performed.)\n"
-)
+_WHILE_STARTING = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics"})
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-# What clients call the default model: its name on the hub, where they find its tokenizer.
-DEFAULT_MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-
-
-def served_model_name(args: ServerArgs) -> str:
-    return args.served_model_name or args.model_path or DEFAULT_MODEL_NAME
 
 
 class HttpServer:
     """The application. It can answer from the first moment: 503 until `open` is called."""
 
     def __init__(self, args: ServerArgs) -> None:
+        """ValueError if the file of keys is no such."""
         self.args = args
         self.model_name = served_model_name(args)
-        self.started_time = time.time()
+        self.keys = Keys(args)
+        self._origins = frozenset(map(str.strip, args.cors_allow_origins.split(",")))
         self._manager: TokenizerManager | None = None
-        self.app = web.Application(middlewares=[self._frame], client_max_size=MAX_BODY_BYTES)
-        self.app.on_response_prepare.append(_allow_any_origin)
+        self.metrics = HttpMetrics(self.model_name, lambda: self._manager)
+        self.app = web.Application(middlewares=[self._frame], client_max_size=args.max_body_bytes)
+        self.app[BODY_TIMEOUT] = args.body_timeout
+        self.app[KEY_OWNER] = self.keys.owner
+        self.app.on_response_prepare.append(self._allow_origin)
         self._add_routes()
 
     def _add_routes(self) -> None:
@@ -79,18 +70,9 @@ class HttpServer:
             add("GET", path, self.health)
         add("GET", "/health_generate", self.health_generate)
         add("GET", "/ping", self.ping)
-        for path in ("/model_info", "/get_model_info"):
-            add("GET", path, self.model_info)
-        for path in ("/server_info", "/get_server_info"):
-            add("GET", path, self.server_info)
-        add("GET", "/v1/models", self.list_models)
-        add("GET", "/v1/models/{model_id:.+}", self.one_model)
-        for method in ("GET", "POST"):
-            add(method, "/flush_cache", self.flush_cache)
-        add("POST", "/abort_request", self.abort_request)
-        add("GET", "/v1/requests", self.list_requests)
-        add("GET", "/v1/requests/{rid:.+}", self.one_request)
-        add("GET", "/v1/journal", self.journal)
+        add("GET", "/metrics", self.metrics.serve)
+        InfoRoutes(self.args, lambda: self.manager, self.metrics.labels).add_to(self.app.router)
+        AdminRoutes(lambda: self.manager).add_to(self.app.router)
         OpenAIRoutes(self.model_name, lambda: self.manager).add_to(self.app.router)
         TokenizeRoutes(lambda: self.manager).add_to(self.app.router)
 
@@ -117,10 +99,20 @@ class HttpServer:
 
     @web.middleware
     async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every route: the key, the start-up gate, and errors in the documented shape."""
+        """Around every route: the counts."""
+        key = self.metrics.on_request(request)
+        try:
+            response = await self._answer(request, handler)
+            self.metrics.on_response(key, response.status)
+            return response
+        finally:
+            self.metrics.on_end(key)
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The keys, the start-up gate, and errors in the documented shape."""
         if request.method == hdrs.METH_OPTIONS:
             return web.Response(headers=_PREFLIGHT_HEADERS)
-        if not self._is_authorized(request):
+        if not self.keys.allows(request):
             return json_response({"error": "Unauthorized"}, status=401)
         try:
             if self.status is ServerStatus.STARTING and request.path not in _WHILE_STARTING:
@@ -131,7 +123,7 @@ class HttpServer:
         except web.HTTPException as error:
             if error.status < 400:
                 raise
-            return error_response(_from_http_exception(error, request), request.path)
+            return error_response(self._from_http_exception(error, request), request.path)
         except ConnectionResetError:
             raise  # the client left; nobody reads an answer
         except Exception:
@@ -139,19 +131,30 @@ class HttpServer:
             internal = RequestError("Internal server error.", status=500)
             return error_response(internal, request.path)
 
-    def _is_authorized(self, request: web.Request) -> bool:
-        key = self.args.api_key
-        if key is None or request.path.startswith(_ALWAYS_OPEN):
-            return True
-        given = request.headers.get(hdrs.AUTHORIZATION, "")
-        return hmac.compare_digest(given.encode(errors="replace"), f"Bearer {key}".encode())
+    def _from_http_exception(self, error: web.HTTPException, request: web.Request) -> RequestError:
+        path = request.path[:200]
+        message = {
+            404: f"There is no route {request.method[:20]} {path}.",
+            405: f"{path} does not take {request.method[:20]}.",
+            413: f"The body is larger than the limit of {self.args.max_body_bytes} bytes "
+            "(--max-body-bytes).",
+        }.get(error.status, error.reason)
+        return RequestError(message, status=error.status)
+
+    async def _allow_origin(self, request: web.Request, response: web.StreamResponse) -> None:
+        # Without credentials: a page may talk to the server with a key it has, not with a cookie.
+        origin = request.headers.get(hdrs.ORIGIN)
+        if "*" in self._origins:
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*"
+        elif origin is not None and origin in self._origins:
+            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+            response.headers[hdrs.VARY] = hdrs.ORIGIN
 
     # --- /generate ---
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         arrival_time = time.time()
-        tenant = request.headers.get(TENANT_HEADER)
-        call = parse_generate_body(await read_json(request), arrival_time, tenant)
+        call = parse_generate_body(await read_json(request), arrival_time, tenant_of(request))
         async with aclosing(self.manager.generate(call)) as states:
             if call.stream:
                 return await self._stream(request, states)
@@ -189,6 +192,7 @@ class HttpServer:
             prompts=[[0]],
             sampling_params=[{"max_new_tokens": 1, "temperature": 0.0}],
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
+            is_probe=True,
         )
         try:
             await asyncio.wait_for(self._generate_once(call), HEALTH_GENERATE_SECONDS)
@@ -201,181 +205,9 @@ class HttpServer:
         async with aclosing(self.manager.generate(call)) as states:
             await collect(states)
 
-    async def model_info(self, request: web.Request) -> web.Response:
-        config = self.manager.model_config
-        path = self.args.model_path or DEFAULT_MODEL_NAME
-        return json_response(
-            {
-                "model_path": path,
-                "served_model_name": self.model_name,
-                "tokenizer_path": self.args.tokenizer_path or path,
-                "is_generation": True,
-                "preferred_sampling_params": self.args.preferred_sampling_params,
-                "weight_version": "default",
-                "load_format": self.args.load_format,
-                "reasoning_parser": None,
-                "tool_call_parser": None,
-                "disaggregation_mode": "null",
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-                "model_type": config.model_type,
-                "architectures": list(config.architectures),
-                "context_length": self.manager.context_len,
-                "vocab_size": config.vocab_size,
-            }
-        )
-
-    async def server_info(self, request: web.Request) -> web.Response:
-        limits = self.manager.limits
-        arguments = self._public_arguments()
-        state = {
-            **arguments,
-            "effective_max_running_requests_per_dp": limits.max_running_requests,
-            "memory_usage": {**limits.memory, "token_capacity": limits.max_total_num_tokens},
-            "dp_size": 1,
-            **await self.manager.internal_state(INTERNAL_STATE_SECONDS),
-        }
-        return json_response(
-            {
-                **arguments,
-                "launch_command": _launch_command(self.args),
-                "scheduler_info": {
-                    "max_total_num_tokens": limits.max_total_num_tokens,
-                    "max_req_input_len": limits.max_req_input_len,
-                    "max_running_requests": limits.max_running_requests,
-                    "chunked_prefill_size": limits.chunked_prefill_size,
-                    "max_prefill_tokens": limits.max_prefill_tokens,
-                    "context_len": limits.context_len,
-                },
-                "startup_time": self.started_time,
-                "kv_events": None,
-                "version": __version__,
-                "frontend": "aiohttp",
-                "internal_states": [state],
-            }
-        )
-
-    def _public_arguments(self) -> dict[str, Any]:
-        """All server arguments, with what must not leave the server masked and paths filled in."""
-        path = self.args.model_path or DEFAULT_MODEL_NAME
-        arguments = {
-            f.name: value if f.repr or value is None else "****"
-            for f in dataclasses.fields(self.args)
-            for value in [getattr(self.args, f.name)]
-        }
-        arguments.update(
-            model_path=path,
-            tokenizer_path=self.args.tokenizer_path or path,
-            served_model_name=self.model_name,
-        )
-        return arguments
-
-    async def list_models(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [self._model_card()]})
-
-    async def one_model(self, request: web.Request) -> web.Response:
-        model_id = request.match_info["model_id"]
-        if model_id == self.model_name:
-            return json_response(self._model_card())
-        message = f"The model '{model_id[:200]}' does not exist"
-        error = {
-            "message": message,
-            "type": "invalid_request_error",
-            "param": "model",
-            "code": "model_not_found",
-        }
-        return json_response({"object": "error", **error, "error": error}, status=404)
-
-    def _model_card(self) -> dict[str, Any]:
-        return {
-            "id": self.model_name,
-            "object": "model",
-            "created": int(self.started_time),
-            "owned_by": "sglang",  # clients that talk to SGLang recognise the dialect by this
-            "root": self.model_name,
-            "parent": None,
-            "max_model_len": self.manager.context_len,
-        }
-
-    # --- administration ---
-
-    async def flush_cache(self, request: web.Request) -> web.Response:
-        out = await self.manager.flush_cache(_seconds(request.query.get("timeout", "0"), "timeout"))
-        if out.success:
-            return web.Response(text=_FLUSHED)
-        return web.Response(text=f"Flush cache failed.\n{out.message}\n", status=400)
-
-    async def abort_request(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
-        if not isinstance(body, dict):
-            raise RequestError("The body must be a JSON object with rid or abort_all.")
-        rid, abort_all = body.get("rid"), body.get("abort_all")
-        if rid is not None and not isinstance(rid, str):
-            raise RequestError("rid must be a string.", param="rid")
-        if abort_all is not None and not isinstance(abort_all, bool):
-            raise RequestError("abort_all must be a boolean.", param="abort_all")
-        if abort_all:
-            self.manager.abort_all()
-        elif rid:
-            self.manager.abort(rid)
-        return web.Response()
-
-    async def list_requests(self, request: web.Request) -> web.Response:
-        """Where every live request stands and what a waiting one waits for. Never any text."""
-        return json_response({"requests": await self.manager.requests()})
-
-    async def one_request(self, request: web.Request) -> web.Response:
-        rid = request.match_info["rid"]
-        found = await self.manager.requests(rid)
-        if not found:
-            raise RequestError(f"There is no live request {rid[:200]!r}.", status=404, param="rid")
-        return json_response({"requests": found})
-
-    async def journal(self, request: web.Request) -> web.Response:
-        """The last scheduling decisions, oldest first."""
-        last = request.query.get("last", "100")
-        if not (last.isascii() and last.isdigit() and 0 < int(last[:10]) <= MAX_JOURNAL_RECORDS):
-            raise RequestError(
-                f"last must be an integer in [1, {MAX_JOURNAL_RECORDS}], got {last[:50]!r}.",
-                param="last",
-            )
-        return json_response({"records": await self.manager.journal(int(last))})
-
 
 _PREFLIGHT_HEADERS = {
     hdrs.ACCESS_CONTROL_ALLOW_METHODS: "*",
     hdrs.ACCESS_CONTROL_ALLOW_HEADERS: "*, Authorization",
     hdrs.ACCESS_CONTROL_MAX_AGE: "600",
 }
-
-
-async def _allow_any_origin(request: web.Request, response: web.StreamResponse) -> None:
-    # Without credentials: a page may talk to the server with a key it has, not with a cookie.
-    response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*"
-
-
-def _from_http_exception(error: web.HTTPException, request: web.Request) -> RequestError:
-    path = request.path[:200]
-    message = {
-        404: f"There is no route {request.method} {path}.",
-        405: f"{path} does not take {request.method}.",
-        413: f"The body is larger than the limit of {MAX_BODY_BYTES} bytes.",
-    }.get(error.status, error.reason)
-    return RequestError(message, status=error.status)
-
-
-def _seconds(text: str, name: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise RequestError(
-            f"{name} must be a number of seconds of at least 0, got {text[:50]!r}.", param=name
-        )
-    return value
-
-
-def _launch_command(args: ServerArgs) -> str:
-    masked = dataclasses.replace(args, api_key=None)
-    return shlex.join([sys.executable, "-m", "launch_server", *masked.to_cli()])

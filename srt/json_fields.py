@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -28,6 +29,20 @@ def optional(body: Mapping[str, Any], name: str, kind: type[T], default: D) -> T
     if type(value) is not kind:  # not isinstance: JSON's true is no integer
         raise type_error(value, _KINDS[kind], name)
     return value
+
+
+def seconds(body: Mapping[str, Any], name: str) -> float | None:
+    """`body[name]`, a number of seconds above 0, or None if it is missing or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if type(value) not in (int, float):
+        raise type_error(value, "f64", name)
+    if not 0 < value < math.inf:
+        raise RequestError(
+            f"{name} must be a number of seconds above 0, got {value!r:.50}.", param=name
+        )
+    return float(value)
 
 
 def type_error(value: Any, expected: str, name: str | None) -> RequestError:

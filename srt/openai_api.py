@@ -12,8 +12,8 @@ from aiohttp import web
 
 from srt.chat_prompt import chat_input_ids
 from srt.generate_api import cache_namespace, error_of
-from srt.http_json import TENANT_HEADER, json_response, read_json
-from srt.json_fields import optional, refuse_unsupported, token_ids, type_error
+from srt.http_json import json_response, read_json, tenant_of
+from srt.json_fields import optional, refuse_unsupported, seconds, token_ids, type_error
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import TokenizerManager
@@ -67,6 +67,7 @@ class OpenAIRoutes:
     def add_to(self, router: web.UrlDispatcher) -> None:
         router.add_post("/v1/completions", self.completions)
         router.add_post("/v1/chat/completions", self.chat_completions)
+        router.add_post("/v1/embeddings", self.embeddings)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         arrival_time = time.time()
@@ -76,7 +77,7 @@ class OpenAIRoutes:
         if optional(body, "echo", bool, False):
             decode = self._get_manager().tokenizer.decode
             echoes = [p if isinstance(p, str) else decode(p) for p in prompts]
-        call = _call(body, prompts, request.headers.get(TENANT_HEADER), arrival_time)
+        call = _call(body, prompts, tenant_of(request), arrival_time)
         return await self._answer(request, body, call, CompletionShape(echoes))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -85,8 +86,14 @@ class OpenAIRoutes:
         if body.get("tools") and body.get("tool_choice") != "none":
             raise RequestError("tools are not supported by this server yet.", param="tools")
         prompt = chat_input_ids(self._get_manager().tokenizer, body)
-        call = _call(body, [prompt], request.headers.get(TENANT_HEADER), arrival_time)
+        call = _call(body, [prompt], tenant_of(request), arrival_time)
         return await self._answer(request, body, call, ChatShape())
+
+    async def embeddings(self, request: web.Request) -> web.StreamResponse:
+        raise RequestError(
+            f"The model {self._model_name!r} generates text; it is no embedding model.",
+            param="model",
+        )
 
     async def _answer(
         self,
@@ -310,5 +317,7 @@ def _call(
         priority=optional(body, "priority", int, None),
         tenant=optional(body, "user", str, tenant),
         extra_key=cache_namespace(body),
+        queue_timeout=seconds(body, "queue_timeout"),
+        timeout=seconds(body, "timeout"),
         arrival_time=arrival_time,
     )

@@ -84,9 +84,38 @@ class ServerArgs:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(30000, "port to listen on; 0 picks a free one", low=0, high=65535)
     api_key: str | None = option(None, "key that clients must send as a bearer token", secret=True)
+    api_key_file: str | None = option(
+        None, "file of further keys, one a line, each maybe with a space and its owner's name"
+    )
+    admin_api_key: str | None = option(
+        None, "key for flush, abort, pause and settings, which then take no other", secret=True
+    )
+    ssl_certfile: str | None = option(None, "PEM file with the certificate chain for HTTPS")
+    ssl_keyfile: str | None = option(None, "PEM file with the key of --ssl-certfile")
+    ssl_ca_certs: str | None = option(
+        None, "PEM file of authorities; clients must then have a certificate of one of them"
+    )
+    cors_allow_origins: str = option(
+        "*", "web pages that may call the server: * for all, none, or origins with commas"
+    )
+    max_body_bytes: int = option(64 * 2**20, "largest body of a request; more is a 413", low=1024)
+    body_timeout: float = option(
+        60.0, "seconds that a request's body may take to arrive; longer is a 408", low=0.1
+    )
     skip_server_warmup: bool = option(False, "report ready without a first generation")
     log_level: str = option(
         "info", "least severe messages to log", choices=("debug", "info", "warning", "error")
+    )
+    log_requests: bool = option(False, "log a line when a request arrives and one when it ends")
+    log_requests_level: int = option(
+        0,
+        "what --log-requests shows: 0 numbers, 1 sampling parameters too, 2 the start of prompt "
+        "and answer, 3 all of them",
+        low=0,
+        high=3,
+    )
+    log_requests_format: str = option(
+        "text", "form of the lines of --log-requests", choices=("text", "json")
     )
 
     # Memory
@@ -102,7 +131,7 @@ class ServerArgs:
 
     # Scheduling
     max_queued_requests: int | None = option(
-        None, "requests that may wait; one more is answered with 503", low=1
+        None, "requests that may wait for a first token; one more is answered with 503", low=1
     )
     max_queue_age: float | None = option(
         None, "seconds of waiting after which a request goes first in any policy", low=0
@@ -169,6 +198,17 @@ class ServerArgs:
     enable_mixed_chunk: bool = option(
         False, "running requests decode in the same pass as a prefill"
     )
+    batching: str = option(
+        "continuous",
+        "when requests join: at any pass or, for comparison, only after all before them have ended "
+        "(static waits for a full batch of --max-running-requests, dynamic only a moment)",
+        choices=("continuous", "static", "dynamic"),
+    )
+    batching_timeout_ms: float | None = option(
+        None,
+        "a batch that is not full starts after this; else 100 if dynamic, 2000 if static",
+        low=0,
+    )
     overlap_schedule: str = option(
         "auto",
         "choose the next pass while the device computes; auto is on for CUDA",
@@ -187,6 +227,12 @@ class ServerArgs:
     decode_log_interval: int = option(40, "decode passes between two log lines", low=1)
 
     # Requests
+    queue_timeout: float | None = option(
+        None, "seconds a request may wait for its first token; then it ends with a 503", low=0.001
+    )
+    request_timeout: float | None = option(
+        None, "seconds a request may take in all; then it ends with a 503", low=0.001
+    )
     stream_interval: int = option(1, "tokens between two chunks of a stream", low=1)
     incremental_streaming_output: bool = option(
         False, "chunks of /generate carry only what is new, not the whole text so far"

@@ -31,11 +31,13 @@ from srt.managers.io_struct import (
     InternalStateOut,
     InternalStateReq,
     JournalReq,
+    PauseReq,
     ReadyMsg,
     RequestsReq,
     SchedulerInput,
     StartedInfo,
     TokenizedGenerateReq,
+    UpdateSchedulerReq,
 )
 from srt.managers.ipc import FrontendChannel, SchedulerChannel
 from srt.managers.tokenizer_manager import TokenizerManager
@@ -106,6 +108,9 @@ class FakeScheduler(threading.Thread):
         self.live: dict[str, _Row] = {}
         self.received: list[SchedulerInput] = []
         self.num_passes = 0
+        self.paused = False
+        self.is_deaf = False  # as in a long pass: no answer about its state
+        self.settings: dict[str, Any] = {"max_running_requests": 8, "phase_policy": "interleave"}
         self.abort_with: FinishReason | None = None  # end every new request with this
         self._ipc_dir = ipc_dir
         self._stopping = threading.Event()
@@ -115,11 +120,11 @@ class FakeScheduler(threading.Thread):
         channel = SchedulerChannel(self._ipc_dir)
         channel.send(ReadyMsg(POOL_SIZE, POOL_SIZE - 1, 8, 512, 16384, CONTEXT_LEN))
         while not self._stopping.is_set():
-            may_run = bool(self.live) and self.passes_left > 0
+            may_run = bool(self.live) and self.passes_left > 0 and not self.paused
             for message in channel.recv(0 if may_run else 5):
                 self.received.append(message)
                 self._handle(message, channel)
-            if self.live and self.passes_left > 0:
+            if self.live and self.passes_left > 0 and not self.paused:
                 self.passes_left -= 1
                 channel.send(self._pass())
         if self._last_words is not None:
@@ -154,8 +159,8 @@ class FakeScheduler(threading.Thread):
         elif isinstance(message, FlushCacheReq):
             channel.send(FlushCacheOut(message.id, not self.live, "busy" if self.live else ""))
         elif isinstance(message, InternalStateReq):
-            state = {"num_running_reqs": len(self.live), "last_gen_throughput": 1.5}
-            channel.send(InternalStateOut(message.id, state))
+            if not self.is_deaf:
+                channel.send(InternalStateOut(message.id, self._state()))
         elif isinstance(message, RequestsReq):
             rids = self.live if message.rid is None else [message.rid]
             views = [{"rid": rid, "state": "running"} for rid in rids if rid in self.live]
@@ -163,6 +168,50 @@ class FakeScheduler(threading.Thread):
         elif isinstance(message, JournalReq):
             records = [{"step": i} for i in range(self.num_passes)]
             channel.send(ControlOut(message.id, records[-message.last :]))
+        elif isinstance(message, PauseReq):
+            self.paused = message.paused
+            channel.send(ControlOut(message.id, {"paused": self.paused}))
+        elif isinstance(message, UpdateSchedulerReq):
+            unknown = next((name for name in message.values if name not in self.settings), None)
+            if unknown is None:
+                self.settings |= message.values
+            error = None if unknown is None else f"unknown field {unknown!r}"
+            channel.send(ControlOut(message.id, dict(self.settings), error))
+
+    def _state(self) -> dict[str, Any]:
+        """The same keys as the real one's."""
+        return {
+            "num_running_reqs": len(self.live),
+            "num_waiting_reqs": 3,
+            "num_waiting_uncached_tokens": 20,
+            "num_retracted_waiting": 1,
+            "num_used_tokens": 30,
+            "num_cached_tokens": 10,
+            "num_locked_tokens": 5,
+            "num_free_tokens": POOL_SIZE - 40,
+            "max_total_num_tokens": POOL_SIZE,
+            "max_running_requests": 8,
+            "token_usage": 0.2,
+            "page_size": 1,
+            "new_token_ratio": 0.7,
+            "last_gen_throughput": 1.5,
+            "free_rows": 8 - len(self.live),
+            "paused": self.paused,
+            "oldest_wait_seconds": 1.25,
+            "blockers": {"kv": 2},
+            "num_steps": self.num_passes,
+            "passes": {"D": self.num_passes},
+            "prompt_tokens": 100,
+            "generated_tokens": 50,
+            "recomputed_tokens": 7,
+            "evicted_tokens": 4,
+            "retracted_requests": {"kv": 2, "forced": 1},
+            "retracted_input_tokens": 11,
+            "retracted_output_tokens": 12,
+            "ended": {},
+            "step_ms": {"run": 1500.0},
+            "settings": self.settings,
+        }
 
     def _pass(self) -> BatchTokenOut:
         self.num_passes += 1

@@ -16,7 +16,7 @@ from fake_scheduler import (
     until,
 )
 
-from srt.http_server import MAX_BODY_BYTES, HttpServer
+from srt.http_server import HttpServer
 from srt.managers.io_struct import AbortReq, FinishReason, FinishType, TokenizedGenerateReq
 from srt.server_args import ServerArgs
 
@@ -248,12 +248,13 @@ def test_an_error_is_small_however_large_the_request(tmp_path):
 
 def test_a_body_over_the_limit_is_413(tmp_path):
     async def scenario():
-        async with serving_fake(tmp_path) as http:
+        limit = 100_000
+        async with serving_fake(tmp_path, max_body_bytes=limit) as http:
             headers = {"Content-Type": "application/json"}
-            data = b" " * (MAX_BODY_BYTES + 1)
+            data = b" " * (limit + 1)
             response = await http.session.post("/generate", data=data, headers=headers)
             assert response.status == 413
-            assert str(MAX_BODY_BYTES) in (await response.json())["message"]
+            assert str(limit) in (await response.json())["message"]
 
     asyncio.run(scenario())
 

@@ -21,6 +21,7 @@ def cpu(available: int) -> DeviceMemory:
 
 
 def test_on_cpu_the_cache_gets_a_tenth_of_what_is_free_or_the_share_asked_for() -> None:
+    """H59: the default flags on a machine without a GPU."""
     plan = make_plan(cpu(GIB))
     assert plan.max_total_num_tokens == int(0.1 * GIB) // 1024 - 1
     assert plan.kv_bytes == (plan.max_total_num_tokens + 1) * 1024
@@ -51,6 +52,7 @@ def test_a_pool_asked_for_that_does_not_fit_is_an_error_with_both_numbers() -> N
     "options", [{}, {"max_total_tokens": 5, "page_size": 16}, {"mem_fraction_static": 0.001}]
 )
 def test_no_room_for_one_page_is_an_error_that_names_the_cause(options: dict[str, Any]) -> None:
+    """H59: with too little memory."""
     available = 9 * 1024 if not options else 64 * 1024
     cause = "max_total_tokens 5" if "page_size" in options else "mem_fraction_static"
     with pytest.raises(ValueError, match=cause):

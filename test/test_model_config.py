@@ -142,6 +142,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 def test_h53_every_spelling_of_rope_scaling_means_the_same(
     kind: str, numbers: dict[str, Any], context_len: int
 ) -> None:
+    """H53: `type` and `rope_type`, with the same context length."""
     expected = parse(rope_theta=7.0, rope_scaling={"rope_type": kind, **numbers})
     assert expected.rope.kind == kind and expected.rope.theta == 7.0
     assert expected.context_len == context_len
@@ -159,6 +160,7 @@ def test_h53_every_spelling_of_rope_scaling_means_the_same(
 def test_h53_an_unknown_kind_of_rope_scaling_is_an_error_that_lists_the_known(
     spelling: str,
 ) -> None:
+    """H53: an error at load."""
     with pytest.raises(ValueError, match=r"'longrope'.*default, linear, llama3, yarn"):
         parse(rope_scaling={spelling: "longrope", "factor": 2.0})
 

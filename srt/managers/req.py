@@ -27,7 +27,8 @@ class ReqKV:
 class Blocker:
     """Why a waiting request was not admitted, in the units of `kind`: requests for `slots`, tokens
     for `kv` and `prefill_budget`, passes for `decode_turn`; `prefix`: tokens that a request in the
-    same pass is computing for it. Short by needed + reserved - available."""
+    same pass is computing for it; `batching`: requests that a full batch needs, or the one batch
+    that must end. Short by needed + reserved - available."""
 
     kind: str
     needed: int = 0

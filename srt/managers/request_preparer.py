@@ -33,6 +33,16 @@ _THREAD_TOKENIZE_CHARS = 20_000
 _SEED_STEP = 0x4F1BBCDCBFA53E0B
 _SEED_MASK = 2**63 - 1
 
+# What crosses to the scheduler as the client gave it, and what clients call it.
+_CROSSING = {
+    "rid": "rid",
+    "rids": "rid",
+    "priority": "priority",
+    "tenant": "user (or the header X-Tenant)",
+    "extra_key": "extra_key",
+    "sampling_params": "sampling_params",
+}
+
 
 @dataclass
 class GenerateReqInput:
@@ -52,14 +62,21 @@ class GenerateReqInput:
     # False when the text already holds what the tokenizer would add (a rendered chat template).
     add_special_tokens: bool = True
     arrival_time: float = field(default_factory=time.time)
+    # Seconds until the first token, and in all; None: only the server's own limits.
+    queue_timeout: float | None = None
+    timeout: float | None = None
+    # A request of the server's own (health, warm-up): neither counted nor held up by a full queue.
+    is_probe: bool = False
 
 
 class PreparedReq(NamedTuple):
-    """One request of a call, ready to start. `rid` is the client's name for it."""
+    """One request of a call, ready to start. `rid` is the client's name for it, `text` its prompt
+    (None: it came as ids)."""
 
     rid: str
     request: TokenizedGenerateReq
     stop_matcher: StopMatcher | None  # None: nothing to look for
+    text: str | None
 
 
 class RequestPreparer:
@@ -76,6 +93,7 @@ class RequestPreparer:
     async def prepare(self, call_input: GenerateReqInput, limits: ReadyMsg) -> list[PreparedReq]:
         """The requests of a call, checked and ready to send, n for each prompt."""
         params = [self._parse_params(raw) for raw in call_input.sampling_params]
+        _check_crossing(call_input)
         prompts = await self._tokenize(call_input)
         has_choices = any(p.n > 1 for p in params)
         members: list[PreparedReq] = []
@@ -99,7 +117,9 @@ class RequestPreparer:
                     extra_key=call_input.extra_key,
                     tenant=call_input.tenant,
                 )
-                members.append(PreparedReq(rid or request.rid, request, _stop_matcher(p)))
+                given = call_input.prompts[i]
+                text = given if isinstance(given, str) else None
+                members.append(PreparedReq(rid or request.rid, request, _stop_matcher(p), text))
         return members
 
     def _scheduler_rid(self, rid: str | None) -> str:
@@ -239,6 +259,24 @@ def _sampling_defaults(args: ServerArgs, model_config: ModelConfig) -> dict[str,
     if args.preferred_sampling_params is not None:
         defaults.update(json.loads(args.preferred_sampling_params))
     return defaults
+
+
+def _check_crossing(call_input: GenerateReqInput) -> None:
+    """RequestError for what no message to the scheduler can hold: bytes of a header that are not
+    UTF-8, a lone surrogate of a Python string, an integer beyond 64 bits. The sender would only
+    find out when it could no longer tell whose it was."""
+    for name, field_name in _CROSSING.items():
+        try:
+            msgspec.msgpack.encode(getattr(call_input, name))
+        except UnicodeEncodeError as error:
+            problem = f"character {error.object[error.start]!r} at {error.start}"
+            raise RequestError(
+                f"{field_name} is not valid Unicode: {problem}.", param=field_name
+            ) from error
+        except OverflowError as error:
+            raise RequestError(
+                f"{field_name} must be an integer of 64 bits.", param=field_name
+            ) from error
 
 
 def _given_rid(call_input: GenerateReqInput, prompt_index: int, has_choices: bool) -> str | None:

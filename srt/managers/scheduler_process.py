@@ -15,6 +15,7 @@ from pathlib import Path
 
 from srt.journal import Journal
 from srt.managers.admission import Admission
+from srt.managers.batching import make_batching
 from srt.managers.io_struct import FailedMsg, ReadyMsg
 from srt.managers.ipc import SchedulerChannel
 from srt.managers.new_token_ratio import NewTokenRatio
@@ -106,6 +107,7 @@ def build_scheduler(
         log=SchedulerLog(args.decode_log_interval, "cpu" if on_cpu else "cuda", time.monotonic),
         journal=Journal(args.journal),
         mixed=args.enable_mixed_chunk,
+        batching=make_batching(args.batching, _seconds(args.batching_timeout_ms)),
     )
     logger.info(
         f"max_total_num_tokens={slots.size}, "
@@ -129,6 +131,10 @@ def build_scheduler(
         memory={"weight": plan.weight_bytes / GB, "kvcache": plan.kv_bytes / GB},
     )
     return scheduler, ready
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 def _is_priority(args: ServerArgs) -> bool:

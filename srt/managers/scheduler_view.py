@@ -33,6 +33,8 @@ class SchedulerCounters:
         self.passes: Counter[str] = Counter()  # by phase: P, D, M
         self.prompt_tokens = 0  # computed, not cached
         self.generated_tokens = 0
+        # Rows of all passes, those that a closed batch held without use included.
+        self.row_steps = 0
         self.recomputed_tokens = 0
         self.retracted_requests: Counter[str] = Counter()  # by cause
         self.retracted_input_tokens = 0
@@ -110,6 +112,7 @@ def internal_state(scheduler: Scheduler) -> dict[str, Any]:
         "passes": dict(counters.passes),
         "prompt_tokens": counters.prompt_tokens,
         "generated_tokens": counters.generated_tokens,
+        "row_steps": counters.row_steps,
         "recomputed_tokens": counters.recomputed_tokens,
         "evicted_tokens": memory.tree.evicted_tokens,
         "retracted_requests": dict(counters.retracted_requests),
@@ -174,6 +177,8 @@ def _blocker(scheduler: Scheduler, req: Req) -> Blocker | None:
         return None
     if scheduler.paused:
         return Blocker("paused")
+    if scheduler.batching.refusal is not None:
+        return scheduler.batching.refusal
     if scheduler.admission.decode_turn:
         return Blocker("decode_turn", 1, 0)
     return req.blocker or scheduler.admission.scan_stop

@@ -9,39 +9,39 @@ from collections import deque
 from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
 from typing import Any
+
+from prometheus_client.core import Metric
 
 from srt.managers.detokenizer import Detokenizer
 from srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
-    ControlOut,
     FailedMsg,
     FinishReason,
     FinishType,
     FlushCacheOut,
-    FlushCacheReq,
-    InternalStateOut,
-    InternalStateReq,
-    JournalReq,
     ReadyMsg,
-    RequestsReq,
     SchedulerInput,
     SchedulerOutput,
 )
 from srt.managers.ipc import FrontendChannel
+from srt.managers.queue_limit import QueueLimit
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput, PreparedReq, RequestPreparer
+from srt.managers.scheduler_control import SchedulerControl
 from srt.managers.stop_matcher import StopRegexTimeout
 from srt.model_config import ModelConfig
 from srt.request_error import RequestError
+from srt.request_log import RequestLog
+from srt.request_metrics import RequestMetrics
 from srt.server_args import ServerArgs
 from srt.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-ControlReply = FlushCacheOut | InternalStateOut | ControlOut
+WAITING_TIMEOUT = "Request waiting timeout reached."
+RUNNING_TIMEOUT = "Request running timeout reached."
 
 
 class ServerStatus(Enum):
@@ -99,6 +99,10 @@ class _Live:
     state: ReqState
     call: _Call
     interval: int
+    is_counted: bool  # by the metrics and the queue's limit: not a probe of our own
+    is_waiting: bool = True  # never admitted
+    last_token_at: float = 0.0  # time.monotonic() of the newest token, 0 before the first
+    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its time limits
 
 
 class TokenizerManager:
@@ -129,10 +133,14 @@ class TokenizerManager:
         self._preparer = RequestPreparer(args, model_config, tokenizer)
         self._channel = channel
         self._outbox: asyncio.Queue[SchedulerInput] = asyncio.Queue()
-        self._control_ids = count()
-        self._control: dict[int, asyncio.Future[ControlReply]] = {}
-        self._is_flushing = False
-        self._last_state: dict[str, Any] = {}
+        self.control = SchedulerControl(self._send)
+        self.queue = QueueLimit(args.max_queued_requests)
+        self.metrics = RequestMetrics()
+        self._log = (
+            RequestLog(args.log_requests_level, args.log_requests_format == "json")
+            if args.log_requests
+            else None
+        )
         self._tasks = [
             asyncio.create_task(self._guard(self._send_loop()), name="to-scheduler"),
             asyncio.create_task(self._guard(self._receive_loop()), name="from-scheduler"),
@@ -181,9 +189,7 @@ class TokenizerManager:
             if live.state.finish_reason is None:
                 _end_with_error(live.state, message, 500)
                 live.call.notify(live.state, live.interval)
-        for future in self._control.values():
-            if not future.done():
-                future.set_exception(RequestError(message, status=503))
+        self.control.fail(message)
 
     async def drain(self, timeout: float) -> bool:
         """Take no new requests and wait up to `timeout` s for the live ones; those that are left
@@ -221,6 +227,8 @@ class TokenizerManager:
         that this happens at once.
         """
         self._check_accepting()
+        if not call_input.is_probe:
+            self.queue.check(len(call_input.prompts))  # before the work of tokenizing
         members = await self._preparer.prepare(call_input, self.limits)
         call = _Call(call_input.stream, len(members))
         names = {member.rid: [member.request.rid] for member in members}
@@ -229,11 +237,16 @@ class TokenizerManager:
         # No await between these checks and the registration, or two calls could both pass them.
         self._check_accepting()
         self._check_free(members, names)
+        if not call_input.is_probe:
+            self.queue.check(len(members))
         try:
             self._name_to_rids.update(names)
             is_list = call_input.is_batch or len(members) > 1
             for index, member in enumerate(members):
-                self._start(member, index, is_list, call)
+                started = self._start(member, index, is_list, call, not call_input.is_probe)
+                self._limit_time(started, call_input)
+                if self._log is not None and started.is_counted:
+                    self._log.on_start(started.state, member.text, call.is_stream)
             num_running = len(members)
             while num_running:
                 state = await call.next()
@@ -243,8 +256,18 @@ class TokenizerManager:
         finally:
             for member in members:
                 live = self._rid_to_live.pop(member.request.rid, None)
-                if live is not None and live.state.finish_reason is None:
+                if live is None:
+                    continue
+                for timer in live.timers:
+                    timer.cancel()
+                if live.state.finish_reason is None:
                     self._send(AbortReq(member.request.rid, finished=True))
+                if live.is_counted:
+                    if live.is_waiting:
+                        self.queue.on_left()
+                    self.metrics.on_end(live.state, call.is_stream)
+                    if self._log is not None:
+                        self._log.on_end(live.state)
             for name in names:
                 del self._name_to_rids[name]
             if not self._rid_to_live:
@@ -260,7 +283,9 @@ class TokenizerManager:
         for rid in self._rid_to_live:
             self._send(AbortReq(rid))
 
-    def _start(self, member: PreparedReq, index: int, is_member: bool, call: _Call) -> None:
+    def _start(
+        self, member: PreparedReq, index: int, is_member: bool, call: _Call, is_counted: bool
+    ) -> _Live:
         """Register one request and send it."""
         request = member.request
         params = request.sampling_params
@@ -276,9 +301,39 @@ class TokenizerManager:
             request.arrival_time,
         )
         interval = params.stream_interval or self.args.stream_interval
-        self._rid_to_live[request.rid] = _Live(state, call, interval)
+        live = self._rid_to_live[request.rid] = _Live(state, call, interval, is_counted)
+        if is_counted:
+            self.queue.on_sent()
+            self.metrics.on_start(call.is_stream)
         self._no_requests.clear()
         self._send(request)
+        return live
+
+    def _limit_time(self, live: _Live, call_input: GenerateReqInput) -> None:
+        """End the request when its time is over: the shorter of the client's and the server's
+        limit, for its first token and for all of it."""
+        queue = _shorter(call_input.queue_timeout, self.args.queue_timeout)
+        total = _shorter(call_input.timeout, self.args.request_timeout)
+        if call_input.is_probe or (queue is None and total is None):
+            return
+        later = asyncio.get_running_loop().call_later
+        timers = []
+        if queue is not None:
+            timers.append(later(queue, self._on_queue_timeout, live))
+        if total is not None:
+            timers.append(later(total, self._time_out, live))
+        live.timers = tuple(timers)
+
+    def _on_queue_timeout(self, live: _Live) -> None:
+        if live.is_waiting:
+            self._time_out(live)
+
+    def _time_out(self, live: _Live) -> None:
+        if live.state.finish_reason is not None:
+            return
+        _end_with_error(live.state, WAITING_TIMEOUT if live.is_waiting else RUNNING_TIMEOUT, 503)
+        self._send(AbortReq(live.state.request.rid, finished=True))
+        live.call.notify(live.state, live.interval)
 
     def _check_accepting(self) -> None:
         if self.status is ServerStatus.UP:
@@ -304,71 +359,50 @@ class TokenizerManager:
         """Drop the cached prefixes; with a `timeout`, wait that many seconds for the server to be
         idle first."""
         self._check_accepting()
-        if self._is_flushing:
-            return FlushCacheOut(-1, False, "Another flush_cache is already in progress.")
-        self._is_flushing = True
-        try:
-            out = await self._ask(FlushCacheReq(next(self._control_ids), timeout))
-        finally:
-            self._is_flushing = False
-        assert isinstance(out, FlushCacheOut), f"asked to flush, got {type(out).__name__}"
-        return out
+        return await self.control.flush_cache(timeout)
 
-    async def internal_state(self, timeout: float) -> dict[str, Any]:
-        """The scheduler's own figures. It answers between two passes; if a pass takes longer than
-        `timeout` s, those of the last time, marked `"is_stale": True`."""
-        try:
-            out = await asyncio.wait_for(
-                self._ask(InternalStateReq(next(self._control_ids))), timeout
+    async def pause(self, abort: bool) -> None:
+        """Stop generating: the live requests wait, with their memory, or are aborted first. New
+        ones are accepted and wait."""
+        if abort:
+            self.abort_all()
+        await self.control.pause(True)
+
+    async def resume(self) -> None:
+        await self.control.pause(False)
+
+    async def change_settings(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Change what may change while serving, all of `values` or none, and return all of it."""
+        rest = dict(values)
+        limit = rest.pop("max_queued_requests", self.queue.limit)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise RequestError(
+                f"max_queued_requests must be an integer of at least 1 or null, got {limit!r}",
+                param="max_queued_requests",
             )
-        except asyncio.TimeoutError:
-            return {**self._last_state, "is_stale": True}
-        assert isinstance(out, InternalStateOut), f"asked for state, got {type(out).__name__}"
-        self._last_state = out.state
-        return out.state
-
-    async def journal(self, last: int) -> list[dict[str, Any]]:
-        """The scheduler's last records of its journal, oldest first."""
-        result: list[dict[str, Any]] = await self._ask_control(
-            JournalReq(next(self._control_ids), last)
-        )
-        return result
+        settings = await self.control.change_settings(rest)
+        if limit != self.queue.limit:
+            logger.info("max_queued_requests: %s -> %s", self.queue.limit, limit)
+            self.queue.limit = limit
+        return {**settings, "max_queued_requests": limit}
 
     async def requests(self, rid: str | None = None) -> list[dict[str, Any]]:
         """Where every live request stands, or those that `rid` names, under the names by which
         clients know them."""
         if rid is None:
-            views = await self._ask_control(RequestsReq(next(self._control_ids)))
+            views = await self.control.requests()
         else:
-            views = []
-            for member in self._name_to_rids.get(rid, ()):
-                message = RequestsReq(next(self._control_ids), member)
-                views += await self._ask_control(message)
+            members = list(self._name_to_rids.get(rid, ()))
+            views = [view for member in members for view in await self.control.requests(member)]
         live = self._rid_to_live
         return [
             {**view, "rid": live[view["rid"]].state.rid} for view in views if view["rid"] in live
         ]
 
-    async def _ask_control(self, message: JournalReq | RequestsReq) -> Any:
-        out = await self._ask(message)
-        assert isinstance(out, ControlOut), f"asked a question, got {type(out).__name__}"
-        if out.error is not None:
-            raise RequestError(out.error)
-        return out.result
-
-    async def _ask(
-        self, message: FlushCacheReq | InternalStateReq | JournalReq | RequestsReq
-    ) -> ControlReply:
-        if self.status is ServerStatus.DEAD:
-            raise RequestError(self.failure, status=503)
-        future: asyncio.Future[ControlReply]
-        future = asyncio.get_running_loop().create_future()
-        self._control[message.id] = future
-        self._send(message)
-        try:
-            return await future
-        finally:
-            del self._control[message.id]
+    def request_metrics(self, labels: dict[str, str]) -> list[Metric]:
+        """What is counted about requests, at this moment; `labels` are put on every sample."""
+        counted = ((x.state, x.call.is_stream) for x in self._rid_to_live.values() if x.is_counted)
+        return list(self.metrics.families(labels, counted))
 
     # --- the socket ---
 
@@ -405,13 +439,13 @@ class TokenizerManager:
                 logger.error("Scheduler failed:\n%s", message.traceback)
             self.fail(f"The scheduler failed: {message.error}")
         else:
-            future = self._control.get(message.id)
-            if future is not None and not future.done():
-                future.set_result(message)
+            self.control.on_reply(message)
 
     def _dispatch_tokens(self, out: BatchTokenOut) -> None:
         # Hot: runs once a token. The tables are empty in almost every pass.
         rid_to_live, started, finished = self._rid_to_live, out.started, out.finished
+        now = time.monotonic()
+        self.metrics.on_pass(len(out.rids), now)
         for i, rid in enumerate(out.rids):
             live = rid_to_live.get(rid)
             if live is None:
@@ -423,6 +457,7 @@ class TokenizerManager:
             try:
                 if started and i in started:
                     state.start(started[i])
+                    self._note_admission(live)
                 state.add_token(out.token_ids[i], reason)
             except StopRegexTimeout as error:
                 _end_with_error(state, str(error), 400)
@@ -431,7 +466,25 @@ class TokenizerManager:
                 _end_with_error(state, "Internal error; the server's log has the details.", 500)
             if state.finish_reason is not None and reason is None:
                 self._send(AbortReq(rid, finished=True))
+            if out.token_ids[i] >= 0 and live.is_counted:
+                if live.last_token_at:
+                    self.metrics.itl.observe(now - live.last_token_at)
+                else:
+                    self.metrics.on_first_token(state, live.call.is_stream)
+                live.last_token_at = now
             live.call.notify(state, live.interval)
+
+    def _note_admission(self, live: _Live) -> None:
+        """Its first one; after a retraction there are more."""
+        if live.is_waiting and live.is_counted:
+            self.queue.on_admitted()
+            self.metrics.on_admitted(live.state)
+        live.is_waiting = False
+
+
+def _shorter(one: float | None, other: float | None) -> float | None:
+    limits = [limit for limit in (one, other) if limit is not None]
+    return min(limits, default=None)
 
 
 def _end_with_error(state: ReqState, message: str, status_code: int) -> None:

@@ -53,6 +53,8 @@ class StubServer:
         self.tokenize = tokenize
         self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.url = ""
+        self.settings: dict[str, Any] = {"max_running_requests": 8, "schedule_policy": "fcfs"}
+        self.patches: list[dict[str, Any]] = []
         self.num_cut_off = 0  # streams whose client left before their end
         self.num_scrapes = 0  # each shows 3 more retractions
         self.ready = threading.Event()
@@ -81,6 +83,7 @@ class StubServer:
                 web.post("/tokenize", self.do_tokenize),
                 web.post("/detokenize", self.do_detokenize),
                 web.post("/flush_cache", self.flush),
+                web.patch("/v1/scheduler", self.change_settings),
                 web.post("/generate", self.generate),
                 web.post("/v1/completions", self.generate),
                 web.post("/v1/chat/completions", self.generate),
@@ -117,7 +120,17 @@ class StubServer:
         return web.json_response({"model_path": "/nowhere/stub.gguf", "tokenizer_path": None})
 
     async def server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": "stub", "internal_states": [{}]})
+        state = {"settings": self.settings, "recomputed_tokens": 5 * self.num_scrapes}
+        return web.json_response({"version": "stub", "internal_states": [state]})
+
+    async def change_settings(self, request: web.Request) -> web.Response:
+        values = json.loads(await request.read())
+        self.patches.append(values)
+        if not values.keys() <= self.settings.keys():
+            error = f"unknown field {next(iter(values))!r}"
+            return web.json_response({"error": error}, status=400)
+        self.settings.update(values)
+        return web.json_response(self.settings)
 
     async def do_tokenize(self, request: web.Request) -> web.Response:
         if not self.tokenize:
@@ -133,6 +146,9 @@ class StubServer:
         self.num_scrapes += 1
         name = "sglang:num_retracted_requests_total"
         text = f'# TYPE {name} counter\n{name}{{tp_rank="0"}} {3.0 * self.num_scrapes}\n'
+        gauges = {"num_running_reqs": 2, "num_queue_reqs": 3, "token_usage": 0.5}
+        for gauge, value in gauges.items():
+            text += f'# TYPE sglang:{gauge} gauge\nsglang:{gauge}{{tp_rank="0"}} {value}\n'
         return web.Response(text=text)
 
     async def flush(self, request: web.Request) -> web.Response:

@@ -8,6 +8,7 @@ from fake_runner import FakeRunner
 
 from srt.journal import Journal
 from srt.managers.admission import Admission
+from srt.managers.batching import Batching
 from srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -78,6 +79,7 @@ class Harness:
         mixed: bool = False,
         preempt_threshold: int | None = None,
         journal: str | None = None,
+        batching: Batching | None = None,
     ) -> None:
         self.overlap = overlap
         self.vocab_size = vocab_size
@@ -107,6 +109,7 @@ class Harness:
             journal=Journal(journal),
             clock=self.clock,
             mixed=mixed,
+            batching=batching,
         )
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}

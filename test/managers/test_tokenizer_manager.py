@@ -59,7 +59,7 @@ def test_every_request_ends_once_and_leaves_nothing_behind(tmp_path):
                 assert state.finish_reason.type is FinishType.LENGTH
                 assert state.text == "abcdefg"[: 1 + i % 7]
             assert manager.num_live == 0
-            assert manager._name_to_rids == {} and manager._control == {}
+            assert manager._name_to_rids == {} and manager.control._waiting == {}
             assert len(asyncio.all_tasks()) == 3  # this one, to and from the scheduler
             assert not fake.of_type(AbortReq)
 
@@ -424,7 +424,7 @@ def test_the_schedulers_death_ends_every_request_with_an_error(tmp_path):
             error = await refusal(manager, call())
             assert error.status == 503 and "the card fell out" in error.message
             with pytest.raises(RequestError, match="card"):
-                await manager.internal_state(1.0)
+                await manager.control.internal_state(1.0)
 
     asyncio.run(scenario())
 
