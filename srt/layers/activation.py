@@ -16,6 +16,11 @@ class GatedActivation(nn.Module):
         self.name = name
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.is_cuda:
+            # Not at the top: there is no Triton where there is no CUDA.
+            from srt.layers.fused_activation import gated_activation
+
+            return gated_activation(gate_up, self.name)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.name == "silu":
             return F.silu(gate).mul_(up)

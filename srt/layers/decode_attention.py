@@ -9,36 +9,47 @@ means that one long request among many short ones is cut as finely as it deserve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from srt.layers.attention_tile import Tile, attend, dot_precision, softmax_scale
+from srt.layers.attention_tile import (
+    ALL_VISIBLE,
+    UP_TO_END,
+    Tile,
+    attend,
+    dot_precision,
+    for_tensor_core,
+    softmax_scale,
+)
 
 MIN_SPLIT = 128  # keys; below this a split costs more than it gains
+SPLIT_STEP = 64  # keys; a multiple of every tile, so that equal shares in whole tiles are not empty
 # Programs that an SM should get at least, so that it always has loads in flight.
 PROGRAMS_PER_SM = 4
 # In batch-invariant mode a request's splits depend on its own length only.
 INVARIANT_SPLIT = 512  # keys
 INVARIANT_MAX_SPLITS = 16
+MAX_ROWS = 32  # query heads of a program; 64 spill on sm_80
 REDUCE_BLOCK = 16  # splits that the reduce kernel reads at once
 
 
 def decode_tile(head_dim: int, kv_itemsize: int, group_size: int) -> Tile:
     """`group_size`: query heads that share a KV head. A tensor core wants at least 16 rows."""
-    rows = min(64, max(16, triton.next_power_of_2(group_size)))
+    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group_size)))
     keys = 64 if head_dim <= 128 else 32
     if kv_itemsize == 4:
-        keys = 32 if head_dim <= 128 else 16
-    return Tile(rows=rows, keys=keys, warps=4, stages=2)
+        keys = 32 if head_dim <= 64 else 16
+    return Tile(rows=rows, keys=keys, warps=4, stages=3 if kv_itemsize == 1 else 2)
 
 
 @dataclass(frozen=True)
 class DecodeScratch:
     """Buffers of all decode passes of up to `max_batch` rows; their addresses never change, so that
-    a CUDA graph may hold them. One per stream."""
+    a CUDA graph may hold them. A stream needs its own."""
 
     items: torch.Tensor  # [num_items] int32, request of each item, -1 for none
     first_item: torch.Tensor  # [max_batch + 1] int32, where each request's items begin
@@ -60,22 +71,32 @@ class DecodeScratch:
     ) -> DecodeScratch:
         programs = num_sms * PROGRAMS_PER_SM
         num_items = _num_items(max_batch, num_heads, num_kv_heads, programs, batch_invariant)
-        int32 = {"dtype": torch.int32, "device": device}
-        float32 = {"dtype": torch.float32, "device": device}
+
+        def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
         return cls(
-            torch.empty(num_items, **int32),
-            torch.empty(max_batch + 1, **int32),
-            torch.empty(num_items, num_heads, head_dim, **float32),
-            torch.empty(num_items, num_heads, **float32),
+            empty(num_items, dtype=torch.int32),
+            empty(max_batch + 1, dtype=torch.int32),
+            empty(num_items, num_heads, head_dim, dtype=torch.float32),
+            empty(num_items, num_heads, dtype=torch.float32),
             programs,
             batch_invariant,
+        )
+
+    def for_another_window(self) -> DecodeScratch:
+        """A second plan over the same partial results, which live for one layer only."""
+        return replace(
+            self,
+            items=torch.empty_like(self.items),
+            first_item=torch.empty_like(self.first_item),
         )
 
 
 def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
     """Programs an item has: tiles of query heads, of which each has one KV head."""
     group_size = num_heads // num_kv_heads
-    rows = min(64, max(16, triton.next_power_of_2(group_size)))
+    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group_size)))
     return num_kv_heads * triton.cdiv(group_size, rows)
 
 
@@ -100,6 +121,7 @@ def decode_plan_kernel(
     WINDOW: tl.constexpr,
     BATCH_INVARIANT: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
+    SPLIT_STEP: tl.constexpr,
     INVARIANT_SPLIT: tl.constexpr,
     INVARIANT_MAX_SPLITS: tl.constexpr,
     BLOCK_B: tl.constexpr,  # at least batch
@@ -114,6 +136,7 @@ def decode_plan_kernel(
         splits = tl.minimum(tl.cdiv(lens, INVARIANT_SPLIT), INVARIANT_MAX_SPLITS)
     else:
         size = tl.maximum(tl.cdiv(tl.sum(lens, 0), item_budget), MIN_SPLIT)
+        size = tl.cdiv(size, SPLIT_STEP) * SPLIT_STEP
         splits = tl.cdiv(lens, size)
     # A row without keys (padding) has an item, too: its output is then written, as zeros.
     splits = tl.where(b < batch, tl.maximum(splits, 1), 0).to(tl.int32)
@@ -182,23 +205,26 @@ def decode_split_kernel(
     inside = real[:, None] & (d < D)[None, :]
     q_row = q_ptr + b.to(tl.int64) * stride_q
     q = tl.load(q_row + heads[:, None] * D + d[None, :], mask=inside, other=0.0)
+    q = for_tensor_core(q, k_ptr.dtype.element_ty)
     slots_ptr = table_ptr + tl.load(table_row_ptr + b) * stride_table
     k_head = k_ptr + kv_head * D
     v_head = v_ptr + kv_head * D
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
+    weights = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     whole = start + (end - start) // BLOCK_N * BLOCK_N
-    m, l, acc = attend(
-        q, m, l, acc, start, whole, end, heads, slots_ptr, k_head, v_head, scale,
-        0, WINDOW, LOGIT_CAP, True, KV_STRIDE, D, BLOCK_D, BLOCK_N, PRECISION,
+    m, weights, acc = attend(
+        q, m, weights, acc, start, whole, end, heads, slots_ptr, k_head, v_head, scale,
+        ALL_VISIBLE, WINDOW, LOGIT_CAP, True, KV_STRIDE, D, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    m, l, acc = attend(
-        q, m, l, acc, whole, end, end, heads, slots_ptr, k_head, v_head, scale,
-        1, WINDOW, LOGIT_CAP, True, KV_STRIDE, D, BLOCK_D, BLOCK_N, PRECISION,
+    m, weights, acc = attend(
+        q, m, weights, acc, whole, end, end, heads, slots_ptr, k_head, v_head, scale,
+        UP_TO_END, WINDOW, LOGIT_CAP, True, KV_STRIDE, D, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
-    total = tl.sum(l, 1)
-    acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    total = tl.sum(weights, 1)
+    # An item may be empty: a row without keys, or equal shares rounded up to whole tiles.
+    total = tl.where(total > 0, total, 1.0)
+    acc = acc * (v_scale / total)[:, None]
     if splits == 1:
         out_row = out_ptr + b.to(tl.int64) * stride_out
         out = acc.to(out_ptr.dtype.element_ty)
@@ -272,6 +298,7 @@ def plan_decode(
         WINDOW=window or 0,
         BATCH_INVARIANT=scratch.batch_invariant,
         MIN_SPLIT=MIN_SPLIT,
+        SPLIT_STEP=SPLIT_STEP,
         INVARIANT_SPLIT=INVARIANT_SPLIT,
         INVARIANT_MAX_SPLITS=INVARIANT_MAX_SPLITS,
         BLOCK_B=triton.next_power_of_2(batch),
@@ -339,6 +366,7 @@ def decode_attention(
         PRECISION=dot_precision(q.dtype),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        enable_fp_fusion=True,  # the scale is meant to be free; Triton 3.10 has this off
     )
     decode_reduce_kernel[(num_heads, batch)](
         scratch.partial,
@@ -352,3 +380,90 @@ def decode_attention(
         num_warps=4,
     )
     return out
+
+
+def _aot_case(
+    dtype: str, head_dim: int, group_size: int, kv: str = "", window: int = 0, cap: float = 0.0
+) -> dict[str, Any]:
+    kv = kv or dtype
+    tile = decode_tile(head_dim, {"fp32": 4, "fp8e4nv": 1}.get(kv, 2), group_size)
+    name = f"decode {dtype} d{head_dim} g{group_size}"
+    name += f" kv {kv}" * (kv != dtype) + f" window {window}" * bool(window) + " cap" * bool(cap)
+    pointers = {"q_ptr": dtype, "k_ptr": kv, "v_ptr": kv, "out_ptr": dtype, "partial_ptr": "fp32"}
+    pointers |= {"log_sum_ptr": "fp32", "items_ptr": "i32", "first_item_ptr": "i32"}
+    pointers |= {"table_ptr": "i32", "table_row_ptr": "i64", "seq_lens_ptr": "i64"}
+    strides = dict.fromkeys(("stride_table", "stride_q", "stride_out"), "i32:16")
+    return {
+        "kernel": decode_split_kernel,
+        "name": name,
+        "signature": {key: f"*{value}" for key, value in pointers.items()}
+        | strides
+        | {"scale": "fp32", "v_scale": "fp32"},
+        "constexprs": {
+            "KV_STRIDE": 8 * head_dim,
+            "G": group_size,
+            "D": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_H": tile.rows,
+            "BLOCK_N": tile.keys,
+            "WINDOW": window,
+            "LOGIT_CAP": cap,
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        },
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "enable_fp_fusion": True,
+        # Triton 3.6 for sm_89 puts a few registers aside once an item, outside of the loops.
+        "max_spill": 16 if head_dim == 128 and kv == dtype != "fp32" else 0,
+        # The compiler refuses this type below 8.9.
+        **({"arch": (89, 90, 100)} if kv == "fp8e4nv" else {}),
+    }
+
+
+AOT_CASES = [
+    *(_aot_case("bf16", head_dim, 4) for head_dim in (64, 80, 96, 128, 256)),
+    _aot_case("fp16", 128, 4),
+    _aot_case("bf16", 128, 8),
+    _aot_case("bf16", 128, 64),
+    _aot_case("bf16", 128, 4, window=4096),
+    _aot_case("bf16", 256, 2, window=4096, cap=50.0),
+    _aot_case("bf16", 128, 4, cap=50.0),
+    *(_aot_case("bf16", head_dim, 4, kv="fp8e4nv") for head_dim in (64, 128, 256)),
+    *(_aot_case("fp32", head_dim, 4) for head_dim in (64, 128, 256)),
+    {
+        "kernel": decode_reduce_kernel,
+        "name": "decode reduce d128",
+        "signature": {
+            "partial_ptr": "*fp32",
+            "log_sum_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "first_item_ptr": "*i32",
+            "stride_out": "i32:16",
+        },
+        "constexprs": {"D": 128, "BLOCK_D": 128, "BLOCK_S": REDUCE_BLOCK},
+        "num_warps": 4,
+    },
+    {
+        "kernel": decode_plan_kernel,
+        "name": "decode plan b256",
+        "signature": {
+            "seq_lens_ptr": "*i64",
+            "items_ptr": "*i32",
+            "first_item_ptr": "*i32",
+            "batch": "i32:16",
+            "num_items": "i32",
+            "item_budget": "i32",
+        },
+        "constexprs": {
+            "WINDOW": 0,
+            "BATCH_INVARIANT": False,
+            "MIN_SPLIT": MIN_SPLIT,
+            "SPLIT_STEP": SPLIT_STEP,
+            "INVARIANT_SPLIT": INVARIANT_SPLIT,
+            "INVARIANT_MAX_SPLITS": INVARIANT_MAX_SPLITS,
+            "BLOCK_B": 256,
+            "BLOCK_I": 512,
+        },
+        "num_warps": 4,
+    },
+]

@@ -32,6 +32,11 @@ class RotaryEmbedding(nn.Module):
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate heads x [n, heads, head_dim]; element i turns with element i + head_dim / 2, as in the
     Hugging Face layout of all families here."""
+    if x.is_cuda:
+        # Not at the top: there is no Triton where there is no CUDA.
+        from srt.layers import fused_rope_kv
+
+        return fused_rope_kv.rotate(x, cos, sin)
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     rotated = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)

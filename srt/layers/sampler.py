@@ -39,6 +39,11 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, seq_lens: torch.Tensor
 
     A row of NaN, or without any finite logit, gives some token in [0, vocab); it does not raise."""
     logits = adjust_logits(logits, sampling, seq_lens)
+    if logits.is_cuda:
+        # Not at the top: there is no Triton where there is no CUDA.
+        from srt.layers.fused_sampler import choose_tokens
+
+        return choose_tokens(logits, sampling, seq_lens)
     if sum(len(group) for group in sampling.draws.values()) == sampling.num_rows:
         next_token_ids = torch.empty_like(seq_lens)
     else:
@@ -61,6 +66,10 @@ def adjust_logits(
     """`logits` [b, vocab] with the rows' penalties and biases; the same object without any."""
     if sampling.penalties is None and sampling.biases is None:
         return logits
+    if logits.is_cuda:
+        from srt.layers import fused_penalties
+
+        return fused_penalties.adjust_logits(logits, sampling, seq_lens)
     logits = logits.clone()
     if sampling.penalties is not None:
         _penalize(logits, sampling.penalties)

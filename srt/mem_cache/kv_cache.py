@@ -13,6 +13,9 @@ class KVCache:
 
     Everything starts as zero, so that a padded read is finite. On CPU a page of memory becomes real
     at its first write: the pool may be sized generously without being paid for.
+
+    With float8_e4m3fn a layer's buffers hold K / k_scales[layer] and V / v_scales[layer]; whoever
+    reads them multiplies. A scale is 1 unless somebody sets it before the first write.
     """
 
     def __init__(
@@ -29,16 +32,32 @@ class KVCache:
         shape = (num_slots, num_kv_heads, head_dim)
         self.k_buffers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.v_buffers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.k_scales = [1.0] * num_layers
+        self.v_scales = [1.0] * num_layers
         self.bytes_per_token = bytes_per_token(num_layers, num_kv_heads, head_dim, dtype)
 
     def set_kv(self, layer_id: int, loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [n, num_kv_heads, head_dim] at slots `loc` [n] int64."""
+        if self.dtype == torch.float8_e4m3fn:
+            # Copied as bytes, because index_copy_ knows no 8-bit floats.
+            for buffer, x, scale in (
+                (self.k_buffers[layer_id], k, self.k_scales[layer_id]),
+                (self.v_buffers[layer_id], v, self.v_scales[layer_id]),
+            ):
+                buffer.view(torch.uint8).index_copy_(0, loc, to_e4m3(x, scale).view(torch.uint8))
+            return
         self.k_buffers[layer_id].index_copy_(0, loc, k.to(self.dtype))
         self.v_buffers[layer_id].index_copy_(0, loc, v.to(self.dtype))
 
     def get(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's own buffers, [num_slots, num_kv_heads, head_dim] each; not a copy."""
         return self.k_buffers[layer_id], self.v_buffers[layer_id]
+
+
+def to_e4m3(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x / scale as float8_e4m3fn. What is too large becomes the largest, 448: torch's own
+    conversion makes NaN of it."""
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
 def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

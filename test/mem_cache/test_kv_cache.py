@@ -33,3 +33,13 @@ def test_unused_slots_cost_no_memory() -> None:
     cache = KVCache(1 << 18, 1, 8, 64, torch.float32, "cpu")
     assert cache.get(0)[0].nbytes == 1 << 29
     assert psutil.Process().memory_info().rss - before < 1 << 26
+
+
+def test_e4m3_buffers_hold_the_scaled_values_and_saturate() -> None:
+    cache = KVCache(8, 2, 1, 2, torch.float8_e4m3fn, "cpu")
+    cache.k_scales[1], cache.v_scales[1] = 2.0, 0.5
+    k, v = torch.tensor([[[3.0, -1e9]]]), torch.tensor([[[0.25, 1e9]]])
+    cache.set_kv(1, torch.tensor([6]), k, v)
+    assert cache.get(1)[0][6].float().tolist() == [[1.5, -448]]
+    assert cache.get(1)[1][6].float().tolist() == [[0.5, 448]]
+    assert cache.bytes_per_token == 2 * 2 * 2

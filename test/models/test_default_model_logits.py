@@ -21,6 +21,7 @@ NUM_NEW = 24
 
 @pytest.mark.slow
 def test_h52_the_default_model_generates_what_transformers_generates(default_model: Path) -> None:
+    """H52: a GGUF without output.weight."""
     config = load_model_config(default_model)
     assert config.tie_word_embeddings
     runner = ModelRunner(default_model, config, ServerArgs(device="cpu", max_total_tokens=512))

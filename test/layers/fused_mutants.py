@@ -1,0 +1,543 @@
+"""Bugs that small kernels really have: masks, strides, signs, roundings, boundaries of searches."""
+
+from __future__ import annotations
+
+from mutate import Mutant
+
+NORM = "srt/layers/fused_norm.py"
+ACTIVATION = "srt/layers/fused_activation.py"
+ROPE = "srt/layers/fused_rope_kv.py"
+PENALTIES = "srt/layers/fused_penalties.py"
+MATH = "srt/layers/sampling_math.py"
+WHOLE = "srt/layers/fused_sampler.py"
+TOP = "srt/layers/fused_top_sampler.py"
+NORM_TESTS = ("test/layers/test_fused_norm.py",)
+ACTIVATION_TESTS = ("test/layers/test_fused_activation.py",)
+ROPE_TESTS = ("test/layers/test_fused_rope_kv.py",)
+PENALTY_TESTS = ("test/layers/test_fused_penalties.py",)
+DISPATCH_TESTS = ("test/layers/test_fused_dispatch.py",)
+SAMPLER = "test/layers/test_fused_sampler.py"
+
+
+def of_sampler(words: str) -> tuple[str, ...]:
+    return (SAMPLER, "-k", words)
+
+
+MUTANTS = [
+    # Norm
+    Mutant("eps is forgotten", NORM, "mean_square + eps", "mean_square", NORM_TESTS),
+    Mutant(
+        "mean over the padding",
+        NORM,
+        "tl.sum(x * x, 1) / SIZE",
+        "tl.sum(x * x, 1) / BLOCK",
+        NORM_TESTS,
+    ),
+    Mutant("Gemma's one is forgotten", NORM, "weight += 1.0", "weight += 0.0", NORM_TESTS),
+    Mutant("the sum is not rounded", NORM, "x = total.to(tl.float32)", "x += 0.0", NORM_TESTS),
+    Mutant(
+        "the sum is not normalised",
+        NORM,
+        "tl.store(total_ptr + out, total,",
+        "tl.store(total_ptr + out, residual_row[:, None],",
+        NORM_TESTS,
+    ),
+    Mutant(
+        "residual with the update's stride",
+        NORM,
+        "outer * stride_residual_outer",
+        "outer * stride_x_outer",
+        NORM_TESTS,
+    ),
+    Mutant(
+        "residual heads with the update's stride",
+        NORM,
+        "inner * stride_residual_inner",
+        "inner * stride_x_inner",
+        NORM_TESTS,
+    ),
+    Mutant(
+        "token and head swapped",
+        NORM,
+        "row // INNER, row % INNER",
+        "row % INNER, row // INNER",
+        NORM_TESTS,
+    ),
+    Mutant(
+        "rows beyond the last",
+        NORM,
+        "(row < num_rows)[:, None]",
+        "(row < num_rows + 1)[:, None]",
+        NORM_TESTS,
+    ),
+    Mutant(
+        "columns beyond the last",
+        NORM,
+        "(column < SIZE)[None, :]",
+        "(column < SIZE + 1)[None, :]",
+        NORM_TESTS,
+    ),
+    # Activation
+    Mutant(
+        "halves overlap", ACTIVATION, "gate_ptr + size", "gate_ptr + size - 1", ACTIVATION_TESTS
+    ),
+    Mutant("one column too many", ACTIVATION, "column < size", "column <= size", ACTIVATION_TESTS),
+    Mutant(
+        "rows have no gaps",
+        ACTIVATION,
+        "row * stride_gate_up_n",
+        "row * size * 2",
+        ACTIVATION_TESTS,
+    ),
+    Mutant("tanh's cube is off", ACTIVATION, "0.044715", "0.0447", ACTIVATION_TESTS),
+    Mutant(
+        "tanh without its root",
+        ACTIVATION,
+        "math.sqrt(8 / math.pi)",
+        "math.sqrt(2 / math.pi)",
+        ACTIVATION_TESTS,
+    ),
+    Mutant(
+        "erf without its root",
+        ACTIVATION,
+        "tl.erf(gate * SQRT_HALF)",
+        "tl.erf(gate)",
+        ACTIVATION_TESTS,
+    ),
+    # Rotation
+    Mutant("turned the other way", ROPE, "x * cos - y * sin", "x * cos + y * sin", ROPE_TESTS),
+    Mutant("second half turned back", ROPE, "y * cos + x * sin", "y * cos - x * sin", ROPE_TESTS),
+    Mutant("slot 0 is written", ROPE, "tl.where(slot > 0,", "tl.where(slot >= 0,", ROPE_TESTS),
+    Mutant(
+        "keys are not rotated",
+        ROPE,
+        "_scaled(turned_first, k_scale",
+        "_scaled(first, k_scale",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "second halves of keys are not rotated",
+        ROPE,
+        "_scaled(turned_second, k_scale",
+        "_scaled(second, k_scale",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "values with the scale of keys",
+        ROPE,
+        "_scaled(first, v_scale",
+        "_scaled(first, k_scale",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "values are rotated",
+        ROPE,
+        "_scaled(second, v_scale",
+        "_scaled(turned_second, v_scale",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "scales multiply", ROPE, "x.to(tl.float32) / scale", "x.to(tl.float32) * scale", ROPE_TESTS
+    ),
+    Mutant(
+        "a norm is not rounded",
+        ROPE,
+        "x, y = x.to(first.dtype).to(tl.float32), y.to(first.dtype).to(tl.float32)",
+        "x, y = x, y",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "keys get the queries' norm",
+        ROPE,
+        "q_weight[None, :], k_weight[None, :]",
+        "q_weight[None, :], q_weight[None, :]",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "eps of a norm is forgotten",
+        ROPE,
+        "square / HEAD_DIM + eps",
+        "square / HEAD_DIM",
+        ROPE_TESTS,
+    ),
+    Mutant("mean over what turns", ROPE, "square / HEAD_DIM", "square / (2 * HALF)", ROPE_TESTS),
+    Mutant(
+        "the rest has no norm",
+        ROPE,
+        "kept = (z * weight * inverse).to(first.dtype)",
+        "kept = rest",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "the rest is not in the norm",
+        ROPE,
+        "square += tl.sum(z * z, 1)",
+        "square += 0.0",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "the last key head is a value",
+        ROPE,
+        "kv_head >= NUM_KV_HEADS\n",
+        "kv_head >= NUM_KV_HEADS - 1\n",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "values one head on",
+        ROPE,
+        "(kv_head - NUM_KV_HEADS)[:, None]",
+        "(kv_head - NUM_KV_HEADS + 1)[:, None]",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "heads beyond the last",
+        ROPE,
+        "head < NUM_HEADS + 2 * NUM_KV_HEADS",
+        "head < NUM_HEADS + 2 * NUM_KV_HEADS + 1",
+        ROPE_TESTS,
+    ),
+    Mutant(
+        "keys among the queries",
+        ROPE,
+        "keep & (head < NUM_HEADS)[:, None]",
+        "keep & (head <= NUM_HEADS)[:, None]",
+        ROPE_TESTS,
+    ),
+    # Penalties
+    Mutant(
+        "outputs are not repeated tokens",
+        PENALTIES,
+        "in_prompt | (count > 0)",
+        "in_prompt",
+        PENALTY_TESTS,
+    ),
+    Mutant(
+        "a penalty helps negative logits",
+        PENALTIES,
+        "tl.where(x > 0, tl.div_rn",
+        "tl.where(x > -9, tl.div_rn",
+        PENALTY_TESTS,
+    ),
+    Mutant(
+        "presence by count",
+        PENALTIES,
+        "tl.where(count > 0, presence, 0.0)",
+        "presence * count.to(tl.float32)",
+        PENALTY_TESTS,
+    ),
+    Mutant(
+        "frequency once",
+        PENALTIES,
+        "frequency * count.to(tl.float32)",
+        "tl.where(count > 0, frequency, 0.0)",
+        PENALTY_TESTS,
+    ),
+    Mutant(
+        "every row is penalised",
+        PENALTIES,
+        "tl.where(rows == row, group, -1)",
+        "tl.where(rows == row, group, 0)",
+        PENALTY_TESTS,
+    ),
+    Mutant(
+        "a stop token one step too late",
+        PENALTIES,
+        "seq_len < until",
+        "seq_len <= until",
+        PENALTY_TESTS,
+    ),
+    Mutant(
+        "one bias too many", PENALTIES, "entry < num_biases", "entry <= num_biases", PENALTY_TESTS
+    ),
+    Mutant(
+        "biases of the first row",
+        PENALTIES,
+        "logits_ptr + row * stride_logits_b + token\n    tl.atomic",
+        "logits_ptr + token\n    tl.atomic",
+        PENALTY_TESTS,
+    ),
+    # Numbers of the sampler
+    Mutant(
+        "a bit of the number is lost",
+        MATH,
+        "(_mix(state) >> 11)",
+        "(_mix(state) >> 12 << 1)",
+        of_sampler("uniform"),
+    ),
+    Mutant(
+        "the position counts from one",
+        MATH,
+        "state += position",
+        "state += 1 + position",
+        of_sampler("uniform"),
+    ),
+    Mutant(
+        "equal logits by falling id",
+        MATH,
+        "token.to(tl.int64)",
+        "(LOW_WORD - token.to(tl.int64))",
+        of_sampler("keys"),
+    ),
+    Mutant(
+        "negative logits in reverse",
+        MATH,
+        "falling = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))",
+        "falling = ~bits",
+        of_sampler("keys"),
+    ),
+    Mutant(
+        "weights in float32",
+        MATH,
+        "x.to(tl.float64) - best.to(tl.float64)",
+        "(x - best).to(tl.float64)",
+        of_sampler("list_holds"),
+    ),
+    Mutant(
+        "temperature multiplies",
+        MATH,
+        "tl.exp(below / temperature)",
+        "tl.exp(below * temperature)",
+        of_sampler("all_knobs"),
+    ),
+    Mutant(
+        "infinity minus infinity",
+        MATH,
+        "below = tl.where(x == best, 0.0, x.to(tl.float64) - best.to(tl.float64))",
+        "below = x.to(tl.float64) - best.to(tl.float64)",
+        of_sampler("without_meaning"),
+    ),
+    Mutant(
+        "NaN is the best",
+        MATH,
+        'tl.where(x == x, x, float("-inf"))',
+        "x",
+        of_sampler("nan or meaning"),
+    ),
+    Mutant(
+        "min-p of half",
+        MATH,
+        "tl.ceil(min_p * MAX_WEIGHT)",
+        "tl.ceil(0.5 * min_p * MAX_WEIGHT)",
+        of_sampler("all_knobs"),
+    ),
+    Mutant(
+        "logits beyond the vocabulary",
+        MATH,
+        "mask=token < vocab_size",
+        "mask=token <= vocab_size",
+        of_sampler("boundary"),
+    ),
+    Mutant(
+        "bins ignore the temperature",
+        MATH,
+        "temperature * ZERO_DISTANCE",
+        "ZERO_DISTANCE",
+        of_sampler("boundary"),
+    ),
+    # From the whole vocabulary
+    Mutant(
+        "minus zero is less likely", WHOLE, "tl.where(x == 0.0, 0.0, x)", "x", of_sampler("zeros")
+    ),
+    Mutant(
+        "the lower token at a boundary",
+        WHOLE,
+        "tl.cumsum(weights, 0) <= target",
+        "tl.cumsum(weights, 0) < target",
+        of_sampler("boundary"),
+    ),
+    Mutant(
+        "the lower chunk at a boundary",
+        WHOLE,
+        "tl.cumsum(chunk_weights, 0) <= target",
+        "tl.cumsum(chunk_weights, 0) < target",
+        of_sampler("boundary"),
+    ),
+    Mutant(
+        "a chunk starts from nothing",
+        WHOLE,
+        "target -= tl.sum(",
+        "target -= 0 * tl.sum(",
+        of_sampler("any_size"),
+    ),
+    Mutant(
+        "min-p is ignored in a chunk",
+        WHOLE,
+        "weights = tl.where((token < vocab_size) & (weights >= least), weights, 0)\n    is_before",
+        "weights = tl.where(token < vocab_size, weights, 0)\n    is_before",
+        of_sampler("all_knobs"),
+    ),
+    Mutant(
+        "min-p is ignored over chunks",
+        WHOLE,
+        "weights = tl.where((token < vocab_size) & (weights >= least), weights, 0)\n    tl.store",
+        "weights = tl.where(token < vocab_size, weights, 0)\n    tl.store",
+        of_sampler("any_size"),
+    ),
+    # From the best of it
+    Mutant(
+        "a bin too few for top-k",
+        TOP,
+        "< top_k).to(tl.int32), 0) + 1",
+        "< top_k).to(tl.int32), 0)",
+        of_sampler("boundary"),
+    ),
+    Mutant(
+        "a bin too many for top-k",
+        TOP,
+        "(tl.cumsum(counts, 0) < top_k)",
+        "(tl.cumsum(counts, 0) <= top_k + 40)",
+        of_sampler("list_holds"),
+    ),
+    Mutant(
+        "the tail may weigh p",
+        TOP,
+        "(1.0 - tl.load(top_p_ptr + place))",
+        "tl.load(top_p_ptr + place)",
+        of_sampler("all_knobs"),
+    ),
+    Mutant(
+        "the tail without its first bin",
+        TOP,
+        "tl.cumsum(bin_weights, 0) + bin_weights",
+        "tl.cumsum(bin_weights, 0)",
+        of_sampler("boundary"),
+    ),
+    Mutant(
+        "no tail is left out",
+        TOP,
+        "bins_kept = tl.sum((tail > left_out).to(tl.int32), 0)",
+        "bins_kept = BINS",
+        of_sampler("list_holds"),
+    ),
+    Mutant(
+        "weightless tokens are listed",
+        TOP,
+        "bins_kept = tl.minimum(bins_kept, BINS - 1)",
+        "bins_kept = tl.minimum(bins_kept, BINS)",
+        of_sampler("without_weight"),
+    ),
+    Mutant(
+        "entries overwrite each other",
+        TOP,
+        "tl.cumsum(is_kept.to(tl.int32), 0) - 1",
+        "tl.cumsum(is_kept.to(tl.int32), 0) // 2",
+        of_sampler("boundary"),
+    ),
+    Mutant(
+        "top-k is not applied",
+        TOP,
+        "if top_k < length:",
+        "if top_k < 0:",
+        of_sampler("equal_logits"),
+    ),
+    Mutant(
+        "top-k keeps one more",
+        TOP,
+        "length, top_k, before_best, True",
+        "length, top_k + 1, before_best, True",
+        of_sampler("two_levels"),
+    ),
+    Mutant(
+        "top-p of the list only",
+        TOP,
+        "total = total_weight(chunk_weights_ptr, place, chunks, BLOCK_C)",
+        "total += 0",
+        of_sampler("all_knobs"),
+    ),
+    Mutant(
+        "top-p is not applied", TOP, "if top_p < 1.0:", "if top_p < 0.0:", of_sampler("all_knobs")
+    ),
+    Mutant(
+        "top-p of all that top-k drops",
+        TOP,
+        "weights = tl.where(key <= last_key, weights, 0)",
+        "weights = weights + 0",
+        of_sampler("equal_logits"),
+    ),
+    Mutant(
+        "min-p is ignored",
+        TOP,
+        "tl.minimum(total, tl.sum(in_min_p, 0))",
+        "total",
+        of_sampler("all_knobs"),
+    ),
+    Mutant(
+        "the lower token at a number",
+        TOP,
+        "target + 1, before_best, False",
+        "target, before_best, False",
+        of_sampler("boundary"),
+    ),
+    Mutant("a search needs more", TOP, "sum_in >= need", "sum_in > need", of_sampler("search")),
+    Mutant(
+        "a search skips a key",
+        TOP,
+        "tl.min(first_out, 0) - 1",
+        "tl.min(first_out, 0)",
+        of_sampler("search"),
+    ),
+    Mutant(
+        "a search sees one tile",
+        TOP,
+        "amount += tl.where(is_in, weights, 0)",
+        "amount = tl.where(is_in, weights, 0)",
+        of_sampler("tile or search"),
+    ),
+    Mutant(
+        "the list of another row",
+        TOP,
+        "keys_ptr += place * vocab_size",
+        "keys_ptr += 0 * vocab_size",
+        of_sampler("all_knobs"),
+    ),
+    # Dispatch
+    Mutant(
+        "CUDA norms in torch",
+        "srt/layers/layernorm.py",
+        "if x.is_cuda:",
+        "if x.is_mps:",
+        DISPATCH_TESTS,
+    ),
+    Mutant(
+        "CUDA sums in torch",
+        "srt/layers/layernorm.py",
+        "if residual.is_cuda:",
+        "if residual.is_mps:",
+        DISPATCH_TESTS,
+    ),
+    Mutant(
+        "Gemma norms as others",
+        "srt/layers/layernorm.py",
+        "adds_one = True",
+        "adds_one = False",
+        DISPATCH_TESTS,
+    ),
+    Mutant(
+        "CUDA activations in torch",
+        "srt/layers/activation.py",
+        "if gate_up.is_cuda:",
+        "if gate_up.is_mps:",
+        DISPATCH_TESTS,
+    ),
+    Mutant(
+        "CUDA rotations in torch",
+        "srt/layers/rotary_embedding.py",
+        "if x.is_cuda:",
+        "if x.is_mps:",
+        DISPATCH_TESTS,
+    ),
+    Mutant(
+        "CUDA sampling in torch",
+        "srt/layers/sampler.py",
+        "if logits.is_cuda:\n        # Not",
+        "if logits.is_mps:\n        # Not",
+        DISPATCH_TESTS,
+    ),
+    Mutant(
+        "CUDA penalties in torch",
+        "srt/layers/sampler.py",
+        "if logits.is_cuda:\n        from",
+        "if logits.is_mps:\n        from",
+        DISPATCH_TESTS,
+    ),
+]
