@@ -156,6 +156,7 @@ class CondensedRows:
                 self._count -= 1
             if hole >= self._count:
                 break
+            holes.discard(hole)
             self._count -= 1
             sources.append(self._count)
             targets.append(hole)

@@ -162,9 +162,9 @@ def _decode_seconds(rows: int) -> float:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Batches of `rows` requests whose lengths are exponential: used rows of a decode pass,
-    and what theory says of static ones: the longest of B is H_B = 1 + 1/2 + ... + 1/B times the
-    mean, so B / H_B."""
+    """Batches of `rows` requests whose lengths are exponential: used rows of a decode pass, and
+    what theory says of static ones: the longest of B is H_B = 1 + 1/2 + ... + 1/B times the mean,
+    so B / H_B."""
 
     rows: int
     static: float
@@ -331,7 +331,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.rows is not None and min(args.rows) < 1:
         parser.error(f"--rows must be at least 1, got {min(args.rows)}")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # the scheduler's own lines; the table says it better
+    try:
+        _run(args)
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
     if args.what in ("padding", "wait"):
         outcomes = padding_tax(queued=args.queued) if args.what == "padding" else newcomer()
         _print(outcomes, _print_padding if args.what == "padding" else _print_wait, args.json)
@@ -344,7 +352,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = (args.rows or [128])[0]
         runs = serial_baseline(args.model_path, rows, args.length, args.requests, args.seed)
         _print(runs, _print_model, args.json)
-    return 0
 
 
 def _print(found: list[T], as_table: Callable[[list[T]], None], as_json: bool) -> None:

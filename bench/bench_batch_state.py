@@ -2,7 +2,7 @@
 
 The same churn on the same columns: gather and concat (what this engine does), persistent rows that
 are condensed, and rows that never move behind an index map. See bench/batch_rows.py. Times are
-medians of a step's changes and the columns of its pass; `moved` are entries of a column copied a
+those of a step's changes and of the columns of its pass; `moved` are entries of a column copied a
 step, which no other load on the machine can change.
 """
 
@@ -13,8 +13,9 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 
@@ -30,56 +31,70 @@ class Row:
     pattern: str
     rows: int
     kind: str
-    us: float  # median of a step
-    us_p90: float
+    us: float  # of a step: medians of those with and without a change, weighed
+    change_us: float  # median of a step with a change; 0 if there was none
     moved: float  # mean of a step
 
 
-def churn(pattern: str, rows: int, steps: int, seed: int, batch: BatchRows) -> Iterator[None]:
-    """One change of `batch` at a time; after each, its columns are to be taken. The same seed gives
-    the same requests in the same order for every kind."""
+Change = tuple[Literal["join", "leave", "park", "resume"], list[int]]
+
+
+def plan(pattern: str, rows: int, steps: int, seed: int) -> list[list[Change]]:
+    """The changes before each pass, [steps + 1]; the first builds the batch."""
     rng = random.Random(seed)
     first, second = list(range(rows)), list(range(rows, 2 * rows))
     next_rid = 2 * rows
-    batch.join(first)
+    planned: list[list[Change]] = [[("join", first)]]
     if pattern == "alternating":
-        batch.park()
-        batch.join(second)
-    yield
+        planned[0] += [("park", []), ("join", second)]
     for step in range(steps):
-        if pattern == "alternating":
-            batch.resume(first if step % 2 == 0 else second)
         count = 0
         if pattern == "one-in-one-out":
             count = 1
         elif pattern == "bursts" and step % BURST_PERIOD == 0:
             count = max(1, rows // BURST_SHARE)
-        if count:
-            gone = rng.sample(range(rows), count)
-            batch.leave([first[i] for i in gone])
+        changes: list[Change] = []
+        if pattern == "alternating":
+            changes = [("resume", first if step % 2 == 0 else second)]
+        elif count:
+            gone = set(rng.sample(first, count))
             fresh = list(range(next_rid, next_rid + count))
             next_rid += count
-            batch.join(fresh)
-            kept = set(gone)
-            first = [rid for i, rid in enumerate(first) if i not in kept] + fresh
-        yield
+            changes = [("leave", sorted(gone)), ("join", fresh)]
+            first = [rid for rid in first if rid not in gone] + fresh
+        planned.append(changes)
+    return planned
+
+
+def apply(batch: BatchRows, changes: Sequence[Change]) -> None:
+    for verb, rids in changes:
+        if verb == "join":
+            batch.join(rids)
+        elif verb == "leave":
+            batch.leave(rids)
+        elif verb == "resume":
+            batch.resume(rids)
+        else:
+            batch.park()
 
 
 def measure(pattern: str, rows: int, steps: int, seed: int) -> list[Row]:
     """Every kind, step by step in turn, so that a noisy moment of the machine hits all of them."""
-    batches = [kind(2 * rows + rows) for kind in KINDS]
-    churns = [churn(pattern, rows, steps, seed, batch) for batch in batches]
-    for turn, batch in zip(churns, batches, strict=True):
-        next(turn)
+    batches: list[BatchRows] = [kind(3 * rows) for kind in KINDS]
+    planned = plan(pattern, rows, steps, seed)
+    for batch in batches:
+        apply(batch, planned[0])
         batch.device_columns()
         batch.rows_moved = 0
-    times: list[list[float]] = [[] for _ in batches]
-    for _ in range(steps):
-        for number, (turn, batch) in enumerate(zip(churns, batches, strict=True)):
+    changed: list[list[float]] = [[] for _ in batches]
+    unchanged: list[list[float]] = [[] for _ in batches]
+    for changes in planned[1:]:
+        for number, batch in enumerate(batches):
             begin = time.perf_counter()
-            next(turn)
+            apply(batch, changes)
             batch.device_columns()
-            times[number].append((time.perf_counter() - begin) * 1e6)
+            elapsed = (time.perf_counter() - begin) * 1e6
+            (changed if changes else unchanged)[number].append(elapsed)
     sets = [sorted(batch.order()) for batch in batches]
     assert all(members == sets[0] for members in sets), f"{pattern}: the kinds disagree"
     return [
@@ -87,12 +102,19 @@ def measure(pattern: str, rows: int, steps: int, seed: int) -> list[Row]:
             pattern,
             rows,
             batch.name,
-            statistics.median(taken),
-            sorted(taken)[int(0.9 * len(taken))],
+            _typical(changed[number], unchanged[number]),
+            statistics.median(changed[number] or [0.0]),
             batch.rows_moved / steps,
         )
-        for batch, taken in zip(batches, times, strict=True)
+        for number, batch in enumerate(batches)
     ]
+
+
+def _typical(changed: list[float], unchanged: list[float]) -> float:
+    """The medians of both sorts of steps, weighed by how many there were: a mean that is not
+    moved by moments in which the machine did something else."""
+    parts = [(statistics.median(times), len(times)) for times in (changed, unchanged) if times]
+    return sum(median * count for median, count in parts) / sum(count for _, count in parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,11 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps([asdict(row) for row in found]))
         return 0
     names = [kind.name for kind in KINDS]
-    heads = "".join(f" {name + ' us':>13} {'p90':>8} {'moved':>8}" for name in names)
+    heads = "".join(f" {name + ' us':>13} {'change':>8} {'moved':>8}" for name in names)
     print(f"{'churn':15} {'rows':>5}{heads}")
     for start in range(0, len(found), len(names)):
         group = found[start : start + len(names)]
-        cells = "".join(f" {r.us:13.1f} {r.us_p90:8.1f} {r.moved:8.1f}" for r in group)
+        cells = "".join(f" {r.us:13.1f} {r.change_us:8.1f} {r.moved:8.1f}" for r in group)
         print(f"{group[0].pattern:15} {group[0].rows:5d}{cells}")
     return 0
 

@@ -154,6 +154,8 @@ async def sweep(options: Options, prefix: Path) -> Sweep:
             points.append(to_point(value, repeats))
             runs.append([result_object(measured.run) for measured in repeats])
             print(row(points[-1]), flush=True)
+            # A sweep takes long: what was measured is kept whatever happens next.
+            write_json(Sweep(name, points, runs), options, with_ending(prefix, ".json"))
             if repeats[-1].run.interrupted:
                 interrupted = True
                 break
@@ -200,6 +202,11 @@ def row(point: Point) -> str:
     )
 
 
+def with_ending(prefix: Path, ending: str) -> Path:
+    """The user's path with an ending behind it, dots in it or not."""
+    return prefix.with_name(prefix.name + ending)
+
+
 def write_csv(found: Sweep, file: Path) -> None:
     with file.open("w", newline="") as output:
         writer = csv.writer(output)
@@ -233,7 +240,7 @@ def run_sweep(options: Options) -> int:
     print(found.knee.text)
     for text in found.remarks:
         print(text)
-    files = [prefix.with_name(prefix.name + ending) for ending in (".csv", ".json")]
+    files = [with_ending(prefix, ending) for ending in (".csv", ".json")]
     write_csv(found, files[0])
     write_json(found, options, files[1])
     files += _plot(found, prefix)

@@ -15,7 +15,7 @@ from srt.monitor_alerts import Alert
 from srt.monitor_history import Rates, Sample
 
 BARS = "▁▂▃▄▅▆▇█"
-SPARK_WIDTH = 40
+SPARK_WIDTH = 30
 STYLES = {"warning": "yellow", "critical": "bold red"}
 
 
