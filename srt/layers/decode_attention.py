@@ -72,16 +72,16 @@ class DecodeScratch:
         programs = num_sms * PROGRAMS_PER_SM
         num_items = _num_items(max_batch, num_heads, num_kv_heads, programs, batch_invariant)
 
-        def empty(*size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
+        def buffer(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
         return cls(
-            empty(num_items, dtype=torch.int32),
-            empty(max_batch + 1, dtype=torch.int32),
-            empty(num_items, num_heads, head_dim, dtype=torch.float32),
-            empty(num_items, num_heads, dtype=torch.float32),
-            programs,
-            batch_invariant,
+            items=buffer(torch.int32, num_items),
+            first_item=buffer(torch.int32, max_batch + 1),
+            partial=buffer(torch.float32, num_items, num_heads, head_dim),
+            log_sum=buffer(torch.float32, num_items, num_heads),
+            programs=programs,
+            batch_invariant=batch_invariant,
         )
 
     def for_another_window(self) -> DecodeScratch:

@@ -90,7 +90,8 @@ def _num_warps(block: int) -> int:
     return min(32, max(4, block // 512))
 
 
-@triton.jit
+# Compiled once for any number of rows, not again for one, and for multiples of 16.
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [num_rows / INNER, INNER, SIZE]
     residual_ptr,  # the same, or None

@@ -12,6 +12,7 @@ from srt.sampling_batch import BiasColumns, PenaltyColumns, RowGroup, SamplingBa
 
 CHUNK = 2048  # tokens of a program
 BIAS_BLOCK = 256
+GROUP_BLOCK = 128  # penalised rows that a program searches for its own at once
 
 
 def adjust_logits(
@@ -46,7 +47,7 @@ def _penalized(logits: torch.Tensor, penalties: RowGroup[PenaltyColumns] | None)
         len(penalties),
         logits.stride(0),
         CHUNK=CHUNK,
-        BLOCK_G=triton.next_power_of_2(len(penalties)),
+        BLOCK_G=GROUP_BLOCK,
         num_warps=4,
     )
     return adjusted
@@ -70,7 +71,8 @@ def _add_biases(
     )
 
 
-@triton.jit
+# Compiled once for any number of rows, not again for one, and for multiples of 16.
+@triton.jit(do_not_specialize=["num_penalized"])
 def penalty_kernel(
     logits_ptr,  # [b, vocab_size] float32
     adjusted_ptr,  # [b, vocab_size] float32, contiguous
@@ -91,9 +93,11 @@ def penalty_kernel(
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     keep = token < vocab_size
     x = tl.load(logits_ptr + row * stride_logits_b + token, mask=keep, other=0.0)
-    group = tl.arange(0, BLOCK_G)
-    rows = tl.load(row_index_ptr + group, mask=group < num_penalized, other=-1)
-    place = tl.max(tl.where(rows == row, group, -1), 0)
+    place = tl.full((), -1, tl.int32)
+    for start in range(0, num_penalized, BLOCK_G):
+        group = start + tl.arange(0, BLOCK_G)
+        rows = tl.load(row_index_ptr + group, mask=group < num_penalized, other=-1)
+        place = tl.maximum(place, tl.max(tl.where(rows == row, group, -1), 0))
     if place >= 0:
         repetition = tl.load(repetition_ptr + place)
         frequency = tl.load(frequency_ptr + place)
@@ -107,7 +111,7 @@ def penalty_kernel(
     tl.store(adjusted_ptr + row * vocab_size + token, x, mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_biases"])
 def bias_kernel(
     logits_ptr,  # [b, vocab_size] float32
     row_index_ptr,  # [num_biases] int64, as token_id and until
@@ -149,6 +153,6 @@ def _aot_case(kernel: Any, name: str, constexprs: dict[str, int]) -> dict[str, A
 
 def AOT_CASES() -> list[dict[str, Any]]:
     return [
-        _aot_case(penalty_kernel, "penalties", {"CHUNK": CHUNK, "BLOCK_G": 64}),
+        _aot_case(penalty_kernel, "penalties", {"CHUNK": CHUNK, "BLOCK_G": GROUP_BLOCK}),
         _aot_case(bias_kernel, "biases", {"BLOCK": BIAS_BLOCK}),
     ]

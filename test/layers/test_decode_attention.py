@@ -14,9 +14,11 @@ from srt.layers.decode_attention import (
     INVARIANT_MAX_SPLITS,
     INVARIANT_SPLIT,
     MIN_SPLIT,
+    REDUCE_BLOCK,
     DecodeScratch,
     plan_decode,
 )
+from srt.layers.triton_attention import GpuFacts
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # Lengths around a tile of 64 keys and of 32, around the shortest split, and one that is cut often.
@@ -82,6 +84,22 @@ def test_shares_that_are_empty_after_rounding_change_nothing(kernel_device):
     case.check()
 
 
+def test_a_request_of_more_items_than_the_reduction_reads_at_once(kernel_device):
+    options = dict(num_heads=16, num_kv_heads=1, gpu=GpuFacts(50, (9, 0)))
+    case = decode_case([(REDUCE_BLOCK + 3) * MIN_SPLIT], kernel_device, **options)
+    case.layer.scale = 1.0  # so that each head has a favourite key, for some in the last items
+    case.check()
+    assert case.backend.scratch[None].first_item[1] == REDUCE_BLOCK + 3
+
+
+def test_no_item_of_a_window_is_left_without_keys(kernel_device):
+    case = decode_case([700], kernel_device, window=300, gpu=GpuFacts(50, (9, 0)))
+    case.check()
+    scratch = case.backend.scratch[300]
+    assert scratch.first_item[1] == 3
+    assert scratch.log_sum[:3].isfinite().all()
+
+
 def test_huge_logits_do_not_overflow(kernel_device):
     case = decode_case([200], kernel_device)
     case.layer.scale = 1e4
@@ -102,6 +120,12 @@ def test_batch_invariant_rows_are_the_same_bits_alone_and_in_a_batch(window, ker
         case.q, case.k, case.v = (x[one] for x in whole)
         assert torch.equal(case.run(), together[one])
         case = decode_case([1100, 40, 513], kernel_device, **options)
+
+
+def test_queries_beyond_float16_saturate_over_an_e4m3_cache(kernel_device):
+    case = decode_case([90, 3], kernel_device, dtype=BF16, kv_dtype=E4M3)
+    case.q[..., 0] = 1e5
+    case.check()
 
 
 def scratch_for(max_batch, device, batch_invariant=False, sms=2):

@@ -15,7 +15,7 @@ from srt.layers.triton_attention import GpuFacts
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 # (prefix, new): single tokens, no prefix, sums around tiles of 32, 64 and 128 keys, a long one.
-SHAPES = [(0, 1), (0, 33), (31, 1), (63, 2), (64, 64), (127, 5), (400, 70)]
+SHAPES = [(0, 1), (0, 33), (31, 1), (62, 3), (63, 2), (64, 64), (127, 5), (400, 70)]
 
 
 def extend_case(shapes, device, **options):

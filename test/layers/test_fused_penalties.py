@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from srt.layers.fused_penalties import BIAS_BLOCK, CHUNK, adjust_logits
+from srt.layers.fused_penalties import BIAS_BLOCK, CHUNK, GROUP_BLOCK, adjust_logits
 from srt.layers.sampler import adjust_logits as adjust_in_torch
 from srt.sampling_batch import SamplingBatch
 from srt.sampling_params import SamplingParams
@@ -61,6 +61,12 @@ def test_penalties_are_those_of_torch(kernel_device, vocab_size):
 def test_rows_without_penalty_between_those_with_one_are_copied(kernel_device):
     knobs: list[Knobs] = [{}, PENALTIES[4], {}, {}, PENALTIES[0], PENALTIES[2], {}]
     check(random_logits(7, 300), knobs, kernel_device)
+
+
+def test_more_rows_than_are_searched_at_once_are_penalised(kernel_device):
+    count = GROUP_BLOCK + 2
+    knobs: list[Knobs] = [PENALTIES[i % len(PENALTIES)] for i in range(count)]
+    check(random_logits(count, 12), knobs, kernel_device)
 
 
 def test_logits_of_both_signs_and_none_are_penalised_towards_less(kernel_device):

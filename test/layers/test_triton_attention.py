@@ -164,6 +164,9 @@ def test_layers_with_and_without_a_window_share_a_pass(kernel_device):
     case.check()
     case.layer.sliding_window = None
     case.check()
+    scratch = case.backend.scratch
+    assert scratch[40].first_item[:3].tolist() == [0, 1, 2]
+    assert scratch[None].first_item[:3].tolist() == [0, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -36,11 +37,20 @@ def install() -> None:
     if getattr(Builder, "is_trustworthy", False):
         return
     Builder.is_trustworthy = True
-    triton.knobs.runtime.interpret = True
+    _interpret_in_this_process()
     _interpret_decorated_functions()
     _install_numerics()
     _install_memory_checks()
     _install_launch()
+
+
+def _interpret_in_this_process() -> None:
+    """Triton sets its variable in the environment along with the knob; what this process starts,
+    the ahead-of-time check for one, must not inherit it."""
+    before = os.environ.get("TRITON_INTERPRET")
+    triton.knobs.runtime.interpret = True
+    if before is None:
+        os.environ.pop("TRITON_INTERPRET", None)
 
 
 def _interpret_decorated_functions() -> None:

@@ -88,6 +88,7 @@ def _run_tests(copy: Path, tests: Sequence[str], log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer than most tests
     os.chdir(copy)
     sys.path[:] = [entry for entry in sys.path if not entry or not Path(entry).is_relative_to(ROOT)]
     os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
@@ -108,8 +109,10 @@ def main(argv: Sequence[str]) -> int:
     text = argv[1] if len(argv) > 1 else ""
     mutants = [mutant for mutant in load(Path(argv[0])) if text in mutant.name]
     # Before any fork, and nothing is computed: a fork of a process with busy threads may hang.
+    import pytest  # noqa: F401
     import torch  # noqa: F401
-    import triton  # noqa: F401
+    import triton.language
+    import triton.runtime.interpreter  # noqa: F401
 
     survivors = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

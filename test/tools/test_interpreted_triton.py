@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import interpreted_triton
 import numpy as np
 import pytest
@@ -79,6 +81,11 @@ def bitcast_kernel(x_ptr, out_ptr, N: tl.constexpr):
 def test_functions_decorated_before_the_install_are_interpreted_too():
     assert not isinstance(tl.sum, JITFunction)
     assert not isinstance(tl.standard.max, JITFunction)
+
+
+def test_processes_that_are_started_do_not_interpret():
+    assert triton.knobs.runtime.interpret
+    assert "TRITON_INTERPRET" not in os.environ
 
 
 def test_an_aligned_copy_is_exact():

@@ -1,0 +1,23 @@
+"""Every mutant of the attention kernels is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from attention_mutants import MUTANTS
+from mutate import ROOT, source_of
+
+
+@pytest.mark.slow
+def test_every_mutant_of_the_attention_kernels_is_killed() -> None:
+    command = [sys.executable, "test/tools/mutate.py", "test/layers/attention_mutants.py"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_mutant_can_still_be_made() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        assert source_of(mutant)
