@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from srt.layers.quantization.blocks import QuantizedBlocks
+
 # GGUF's architecture -> (architectures[0], model_type).
 _FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),  # Llama, SmolLM, and Mistral without a window
@@ -131,10 +133,15 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def iterate_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, float32 tensor) of each tensor, one in memory at a time. A tensor without
-    a place in the architecture keeps its GGUF name, so that the loader's error can list it."""
+def iterate_tensors(
+    path: Path, keep_blocks: bool = False
+) -> Iterator[tuple[str, torch.Tensor | QuantizedBlocks]]:
+    """(Hugging Face name, float32 tensor) of each tensor, one in memory at a time; with
+    `keep_blocks`, matrices in the layouts of BLOCK_BYTES stay in their blocks. A tensor without a
+    place in the architecture keeps its GGUF name, so that the loader's error can list it."""
     import torch
+
+    from srt.layers.quantization.blocks import BLOCK_BYTES, QuantizedBlocks
 
     header = read_header(path)
     arch = _architecture(header)
@@ -144,7 +151,13 @@ def iterate_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             if tensor.name == _ROPE_FREQS:
                 continue  # it is part of the config: rope_scaling
             name = hf_name(arch, tensor.name)
-            values = _read_values(part_header, tensor, _rows_in_hf_order(header, arch, tensor))
+            raw, kind = _read_blocks(part_header, tensor, _rows_in_hf_order(header, arch, tensor))
+            if keep_blocks and kind in BLOCK_BYTES and len(tensor.shape) == 2:
+                rows, columns = tensor.shape
+                data = torch.from_numpy(raw).view(rows, -1)
+                yield name, QuantizedBlocks(kind, (rows, columns), data)
+                continue
+            values = _dequantize(part_header, tensor, raw)
             if arch == "gemma3" and name.endswith("norm.weight"):
                 values -= 1  # stored as the factor itself, not as the model's 1 + weight
             yield name, torch.from_numpy(values)
@@ -303,11 +316,12 @@ def _rows_in_hf_order(header: GGUFHeader, arch: str, tensor: GGUFTensor) -> np.n
     return rows
 
 
-def _read_values(header: GGUFHeader, tensor: GGUFTensor, rows: np.ndarray | None) -> np.ndarray:
-    """The tensor's values, float32 in its shape, with `rows` of the stored rows in that order."""
+def _read_blocks(
+    header: GGUFHeader, tensor: GGUFTensor, rows: np.ndarray | None
+) -> tuple[np.ndarray, str]:
+    """The tensor's bytes, with `rows` of the stored rows in that order, and its type's name."""
     import numpy as np
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
 
     def error(problem: str) -> ValueError:
         return ValueError(f"{header.path}: tensor {tensor.name!r} {problem}")
@@ -320,8 +334,7 @@ def _read_values(header: GGUFHeader, tensor: GGUFTensor, rows: np.ndarray | None
     row_values = tensor.shape[-1] if tensor.shape else 1
     if row_values % block_values or 0 in tensor.shape:
         raise error(f"of shape {list(tensor.shape)} has no whole {kind.name} blocks")
-    num_values = math.prod(tensor.shape)
-    num_bytes = num_values // block_values * block_bytes
+    num_bytes = math.prod(tensor.shape) // block_values * block_bytes
     if tensor.offset + num_bytes > header.file_size:
         raise error(
             f"({num_bytes} bytes at {tensor.offset}) goes past the end of the file at "
@@ -330,8 +343,20 @@ def _read_values(header: GGUFHeader, tensor: GGUFTensor, rows: np.ndarray | None
     raw = np.fromfile(header.path, np.uint8, num_bytes, offset=tensor.offset)
     if rows is not None:  # rows are whole blocks, so the small form is what gets shuffled
         raw = np.ascontiguousarray(raw.reshape(len(rows), -1)[rows]).reshape(-1)
+    return raw, kind.name
+
+
+def _dequantize(header: GGUFHeader, tensor: GGUFTensor, raw: np.ndarray) -> np.ndarray:
+    """The values of a tensor's bytes, float32 in its shape."""
+    import numpy as np
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType(tensor.type_id)
     if kind == GGMLQuantizationType.F32:
         return raw.view(np.float32).reshape(tensor.shape)
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    num_values = math.prod(tensor.shape)
     values = np.empty(num_values, np.float32)
     step = max(1, _CHUNK_VALUES // block_values)  # blocks
     try:
@@ -342,5 +367,8 @@ def _read_values(header: GGUFHeader, tensor: GGUFTensor, rows: np.ndarray | None
             decoded = dequantize(chunk.reshape(1, -1), kind).reshape(-1)
             values[begin : begin + len(decoded)] = decoded
     except NotImplementedError as unsupported:
-        raise error(f"has the type {kind.name}, which cannot be dequantized") from unsupported
+        raise ValueError(
+            f"{header.path}: tensor {tensor.name!r} has the type {kind.name}, which cannot be "
+            "dequantized"
+        ) from unsupported
     return values.reshape(tensor.shape)

@@ -14,6 +14,9 @@ import torch
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.host_limits import available_memory, usable_cores
 from srt.layers.attention import AttentionBackend
+from srt.layers.native_attention import NativeAttentionBackend
+from srt.layers.native_decoder import NativeDecoder, can_run
+from srt.layers.quantization.scheme import choose_quantization, packed_bytes, quantize_modules
 from srt.layers.sampler import sample
 from srt.layers.torch_attention import TorchAttentionBackend
 from srt.mem_cache.kv_cache import KVCache, bytes_per_token
@@ -21,6 +24,7 @@ from srt.memory_plan import DeviceMemory, MemoryPlan, make_memory_plan
 from srt.model_config import ModelConfig
 from srt.models.causal_lm import CausalLM
 from srt.models.registry import create_model
+from srt.native import native_library
 from srt.server_args import ServerArgs
 from srt.weights import fill_with_random_weights, iterate_checkpoint, load_weights
 
@@ -46,14 +50,21 @@ class ModelRunner:
         self.args = args
         self.device = _choose_device(args.device)
         self.dtype = _choose_dtype(args.dtype, config.dtype, self.device)
-        kv_dtype = args.kv_cache_dtype
-        self.kv_dtype = self.dtype if kv_dtype == "auto" else DTYPES[kv_dtype]
+        self.library = native_library() if self.device == "cpu" else None
+        self.quantization = choose_quantization(
+            args.quantization, model_path, args.load_format, self.device, self.library is not None
+        )
+        self.kv_dtype = self._choose_kv_dtype(args.kv_cache_dtype)
         if self.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # The one place where threads are chosen; the variable is OpenMP's, and torch obeys it.
             torch.set_num_threads(usable_cores())
+        if self.library is not None:
+            self.library.rg_set_threads(torch.get_num_threads())
         self.model = self._load_model(model_path)
         self.kv_cache: KVCache | None = None
         self.attn: AttentionBackend | None = None
+        # Computes all layers at once where the kernels can; else the model itself does.
+        self.decoder: NativeDecoder | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -61,22 +72,38 @@ class ModelRunner:
 
     def _load_model(self, model_path: Path) -> CausalLM:
         start = time.monotonic()
+        load_format = self.args.load_format
+        is_quantized = self.quantization != "none"
         with _default_dtype(self.dtype), torch.device(self.device):
             model = create_model(self.config)
-        if self.args.load_format == "dummy":
+        if is_quantized:
+            assert self.library is not None
+            quantize_modules(model, self.quantization, self.library)
+        if load_format == "dummy":
             fill_with_random_weights(model, DUMMY_SEED)
         else:
-            load_weights(model, iterate_checkpoint(model_path, self.args.load_format))
+            load_weights(model, iterate_checkpoint(model_path, load_format, is_quantized))
         model.eval()
         logger.info(
-            "Load weight end. type=%s, dtype=%s, device=%s, weight=%.2f GB, elapsed=%.2f s",
+            "Load weight end. type=%s, dtype=%s, quantization=%s, device=%s, weight=%.2f GB, "
+            "elapsed=%.2f s",
             type(model).__name__,
             str(self.dtype).removeprefix("torch."),
+            self.quantization,
             self.device,
             _weight_bytes(model) / 2**30,
             time.monotonic() - start,
         )
         return model
+
+    def _choose_kv_dtype(self, asked: str) -> torch.dtype:
+        if asked != "auto":
+            return DTYPES[asked]
+        if self.quantization != "none" and self.dtype is torch.float32:
+            # Rounding activations to int8 has cost more than this will, and a decode step at batch
+            # 32 spends as long on reading the cache as on the products.
+            return torch.float16
+        return self.dtype
 
     def plan_memory(self) -> MemoryPlan:
         """Size of the KV pool and number of rows from the memory that is free now. ValueError names
@@ -107,7 +134,16 @@ class ModelRunner:
             self.kv_dtype,
             self.device,
         )
-        self.attn = TorchAttentionBackend(self.kv_cache, req_to_token)
+        self.attn = self._make_attention(self.kv_cache, req_to_token)
+        if isinstance(self.attn, NativeAttentionBackend):
+            stack = self.model.decoder_stack()
+            if can_run(stack):
+                self.decoder = NativeDecoder(stack, self.attn)
+
+    def _make_attention(self, kv_cache: KVCache, req_to_token: torch.Tensor) -> AttentionBackend:
+        if self.library is not None:
+            return NativeAttentionBackend(self.library, kv_cache, req_to_token)
+        return TorchAttentionBackend(kv_cache, req_to_token)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -126,7 +162,11 @@ class ModelRunner:
         """Hidden states [b, hidden] of each request's last new token: only these meet the head."""
         assert self.attn is not None, "init_memory() comes before the first pass"
         self.attn.plan(batch)
-        hidden: torch.Tensor = self.model(batch.input_ids, batch.positions, self.attn)
+        hidden: torch.Tensor
+        if self.decoder is not None:
+            hidden = self.decoder.forward(batch)
+        else:
+            hidden = self.model(batch.input_ids, batch.positions, self.attn)
         if batch.mode is ForwardMode.DECODE:
             return hidden
         return hidden[batch.extend_lens.cumsum(0) - 1]
@@ -161,4 +201,4 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _weight_bytes(model: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
+    return sum(parameter.nbytes for parameter in model.parameters()) + packed_bytes(model)

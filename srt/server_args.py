@@ -69,8 +69,15 @@ class ServerArgs:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of the KV cache; auto is that of the activations",
+        "type of the KV cache; auto is that of the activations, float16 for quantized weights",
         choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    quantization: str = option(
+        "auto",
+        "bits of the weights on CPU: auto keeps a GGUF file's own blocks, as gguf does, and leaves "
+        "others as they are; int8 rounds weights, w8a8_int8 and int4 activations too; none is "
+        "exact",
+        choices=("auto", "none", "gguf", "int4", "int8", "w8a8_int8"),
     )
     context_length: int | None = option(
         None, "tokens of prompt and output together; else the model's limit", low=1

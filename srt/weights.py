@@ -10,8 +10,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from srt.layers.embedding import Embedding
 from srt.layers.layernorm import GemmaRMSNorm, RMSNorm
-from srt.layers.linear import MergedLinear
+from srt.layers.linear import Linear, MergedLinear
+from srt.layers.quantization.blocks import QuantizedBlocks
+from srt.layers.quantization.packed_weight import PackedRows
 from srt.model_config import read_json_object
 from srt.models.causal_lm import CausalLM
 
@@ -20,8 +23,11 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.
 LM_HEAD = "lm_head.weight"
 MAX_NAMES_IN_ERROR = 8
 
+# A tensor of a checkpoint, which may come in the blocks it was quantised in.
+CheckpointTensor = torch.Tensor | QuantizedBlocks
 
-def load_weights(model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+
+def load_weights(model: CausalLM, tensors: Iterable[tuple[str, CheckpointTensor]]) -> None:
     """Copy each tensor into the parameter of its name, converting its type; `tensors` is consumed
     one at a time, so that a checkpoint is never held whole beside the model. ValueError lists all
     names that are missing, unexpected or misshapen."""
@@ -40,10 +46,13 @@ def load_weights(model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor]]) -
                 unexpected.append(checkpoint_name)
             continue
         missing.pop(name, None)
-        if tensor.shape != target.shape:
+        if tuple(tensor.shape) != tuple(target.shape):
             misshapen.append(f"{name} {list(tensor.shape)} instead of {list(target.shape)}")
             continue
-        target.copy_(tensor)
+        if isinstance(target, PackedRows):
+            target.copy_(tensor)
+        else:
+            target.copy_(tensor if isinstance(tensor, torch.Tensor) else tensor.dequantize())
     problems = [
         f"{len(names)} {kind} ({_some(names)})"
         for kind, names in (
@@ -57,17 +66,26 @@ def load_weights(model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor]]) -
         raise ValueError(f"weights do not fit the model: {'; '.join(problems)}")
 
 
-def weight_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+def weight_targets(model: nn.Module) -> dict[str, torch.Tensor | PackedRows]:
     """All tensors a checkpoint must bring, by name there; parts of a MergedLinear are views."""
-    targets: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor | PackedRows] = {}
     for module_name, module in model.named_modules():
+        parent = module_name.rpartition(".")[0]
         for kind, parameter in module.named_parameters(recurse=False):
             if isinstance(module, MergedLinear):
-                parent = module_name.rpartition(".")[0]
                 for part, rows in module.part_rows():
                     targets[f"{parent}.{part}.{kind}"] = parameter.data[rows]
             else:
                 targets[f"{module_name}.{kind}"] = parameter.data
+        if not isinstance(module, (Linear, Embedding)) or module.packed is None:
+            continue
+        inputs = module.packed.shape[1]
+        if isinstance(module, MergedLinear):
+            for part, rows in module.part_rows():
+                shape = (rows.stop - rows.start, inputs)
+                targets[f"{parent}.{part}.weight"] = PackedRows(module.packed, rows.start, shape)
+        else:
+            targets[f"{module_name}.weight"] = PackedRows(module.packed, 0, module.packed.shape)
     return targets
 
 
@@ -86,12 +104,19 @@ def fill_with_random_weights(model: nn.Module, seed: int) -> None:
                 scale = parameter.shape[-1] ** -0.5
                 values = torch.empty(parameter.shape, dtype=torch.float32)
                 parameter.data.copy_(values.normal_(0.0, scale, generator=generator))
+        if isinstance(module, (Linear, Embedding)) and module.packed is not None:
+            values = torch.empty(module.packed.shape, dtype=torch.float32)
+            values.normal_(0.0, values.shape[-1] ** -0.5, generator=generator)
+            module.packed.load_rows(0, values)
 
 
-def iterate_checkpoint(path: Path, load_format: str) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_checkpoint(
+    path: Path, load_format: str, keep_blocks: bool = False
+) -> Iterator[tuple[str, CheckpointTensor]]:
     """Names and host tensors of the model at `path`, a folder or a .gguf file. `load_format` is
     auto, safetensors, gguf or pt; auto never opens pickled files: those must be asked for with pt,
-    and are then read without running code."""
+    and are then read without running code. With `keep_blocks` a GGUF file's quantised matrices come
+    as they are, where we know their layout."""
     if load_format == "auto":
         load_format = "gguf" if path.suffix == ".gguf" else "safetensors"
     if load_format == "gguf":
@@ -100,7 +125,7 @@ def iterate_checkpoint(path: Path, load_format: str) -> Iterator[tuple[str, torc
         # Late, because only here is a GGUF reader needed.
         from srt.gguf_checkpoint import iterate_tensors
 
-        yield from iterate_tensors(path)
+        yield from iterate_tensors(path, keep_blocks)
     elif load_format == "safetensors":
         for file in checkpoint_files(path, "model.safetensors.index.json", "*.safetensors"):
             yield from _iterate_safetensors(file)

@@ -49,6 +49,7 @@ def test_a_llama_file_gives_the_config_its_model_had(tmp_path):
 
 
 def test_the_output_matrix_decides_whether_embeddings_are_tied(tmp_path):
+    """H52: as a GGUF says it."""
     assert config_of(tmp_path, LLAMA_METADATA)["tie_word_embeddings"] is True
     tensors = {**embedding(), "output.weight": np.ones((8, 32), np.float32)}
     assert config_of(tmp_path, LLAMA_METADATA, tensors)["tie_word_embeddings"] is False
@@ -149,6 +150,7 @@ def test_yarn_keeps_its_parameters(tmp_path):
 
 
 def test_an_unknown_rope_scaling_is_refused(tmp_path):
+    """H53: in a GGUF, too."""
     metadata = {
         **LLAMA_METADATA,
         "llama.rope.scaling.type": "longrope",

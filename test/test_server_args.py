@@ -22,6 +22,7 @@ OTHER_VALUES = {
     "load_format": "dummy",
     "dtype": "bfloat16",
     "kv_cache_dtype": "float16",
+    "quantization": "int4",
     "context_length": 4096,
     "json_model_override_args": '{"rope_theta": 1e6}',
     "device": "cpu",

@@ -105,6 +105,7 @@ def test_a_long_error_is_cut_but_counts_all() -> None:
 
 
 def test_h52_a_tied_model_needs_no_head_and_does_not_mind_one() -> None:
+    """H52: the head is the embedding, whatever a file brings under its name."""
     for architecture in ("LlamaForCausalLM", "Gemma3ForCausalLM"):
         model = make_model(tied=True, architecture=architecture)
         tensors = random_tensors(model)
@@ -119,6 +120,7 @@ def test_h52_a_tied_model_needs_no_head_and_does_not_mind_one() -> None:
 
 
 def test_h52_an_untied_model_without_its_head_is_an_error() -> None:
+    """H52: found at load, by name."""
     model = make_model(tied=False)
     tensors = random_tensors(model)
     del tensors["lm_head.weight"]

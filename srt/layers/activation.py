@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from srt.layers import native_ops
+
 
 class GatedActivation(nn.Module):
     """[n, 2 * size] -> [n, size]: the activation of the first half times the second half. `name` is
@@ -21,6 +23,9 @@ class GatedActivation(nn.Module):
             from srt.layers.fused_activation import gated_activation
 
             return gated_activation(gate_up, self.name)
+        library = native_ops.kernels_for(gate_up)
+        if library is not None:
+            return native_ops.gated_activation(library, gate_up, self.name)
         gate, up = gate_up.chunk(2, dim=-1)
         if self.name == "silu":
             return F.silu(gate).mul_(up)

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from srt.layers import native_ops
+
 
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last dimension of any shape."""
@@ -23,6 +25,9 @@ class RMSNorm(nn.Module):
             from srt.layers.fused_norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps, self.adds_one)
+        library = native_ops.kernels_for(x, self.weight)
+        if library is not None:
+            return native_ops.rms_norm(library, x, self.weight, self.eps, self.adds_one)
         return self.normalize(x)
 
     def add(
@@ -33,6 +38,11 @@ class RMSNorm(nn.Module):
             from srt.layers.fused_norm import add_rms_norm
 
             return add_rms_norm(residual, update, self.weight, self.eps, self.adds_one)
+        library = native_ops.kernels_for(residual, self.weight)
+        if library is not None:
+            return native_ops.add_rms_norm(
+                library, residual, update, self.weight, self.eps, self.adds_one
+            )
         total = residual + update
         return self.normalize(total), total
 

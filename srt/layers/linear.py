@@ -8,17 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from srt.layers.quantization.packed_weight import PackedWeight
+
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`. The weights are not initialised: a checkpoint fills them."""
+    """`x @ weight.T + bias`. The weights are not initialised: a checkpoint fills them. A quantised
+    linear has `packed` and no `weight`; see quantization/scheme.py."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
+        self.packed: PackedWeight | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in_size] -> [n, out_size]"""
+        if self.packed is not None:
+            return self.packed.multiply(x)
         return F.linear(x, self.weight, self.bias)
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 
+from srt.layers import native_ops
 from srt.rope_config import RopeConfig
 
 
@@ -37,6 +38,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         from srt.layers import fused_rope_kv
 
         return fused_rope_kv.rotate(x, cos, sin)
+    library = native_ops.kernels_for(x)
+    if library is not None:
+        return native_ops.rotate(library, x, cos, sin)
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     rotated = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, cos.dtype), device=x.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from srt.layers import native_ops
 from srt.sampling_batch import (
     MAX_SHORT_TOP_K,
     BiasColumns,
@@ -47,7 +48,7 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, seq_lens: torch.Tensor
     if sum(len(group) for group in sampling.draws.values()) == sampling.num_rows:
         next_token_ids = torch.empty_like(seq_lens)
     else:
-        next_token_ids = logits.argmax(dim=-1)
+        next_token_ids = _most_likely(logits)
     for path, group in sampling.draws.items():
         block = max(1, MAX_BLOCK_ELEMENTS // logits.shape[1])
         for start in range(0, len(group), block):
@@ -58,6 +59,11 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, seq_lens: torch.Tensor
             uniforms = uniform(columns.seed, seq_lens[rows])
             next_token_ids[rows] = _draw(row_logits, path, columns, uniforms)
     return next_token_ids
+
+
+def _most_likely(logits: torch.Tensor) -> torch.Tensor:
+    library = native_ops.kernels_for(logits)
+    return logits.argmax(dim=-1) if library is None else native_ops.argmax(library, logits)
 
 
 def adjust_logits(

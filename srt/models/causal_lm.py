@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from srt.layers.attention import AttentionBackend
+from srt.layers.decoder_stack import DecoderStack
 
 
 class CausalLM(nn.Module, ABC):
@@ -23,6 +24,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden_size] -> [m, vocab_size] float32."""
+
+    @abstractmethod
+    def decoder_stack(self) -> DecoderStack:
+        """The parts that `forward` computes with."""
 
     def checkpoint_name(self, name: str) -> str | None:
         """Our name for a checkpoint's tensor; None if the family knowingly leaves it out."""

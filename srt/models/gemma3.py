@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import cast
 
 import torch
 from torch import nn
 
 from srt.layers.activation import GatedActivation
 from srt.layers.attention import Attention, AttentionBackend
+from srt.layers.decoder_stack import DecoderLayerParts, DecoderStack
 from srt.layers.embedding import Embedding
 from srt.layers.layernorm import GemmaRMSNorm
 from srt.layers.linear import Linear, MergedLinear
@@ -88,13 +90,36 @@ class Gemma3Layer(nn.Module):
         self.post_feedforward_layernorm = GemmaRMSNorm(size, eps)
 
     def forward(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn: AttentionBackend
-    ) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(hidden), cos, sin, attn)
-        hidden = hidden + self.post_attention_layernorm(attended)
-        fed = self.mlp(self.pre_feedforward_layernorm(hidden))
-        hidden = hidden + self.post_feedforward_layernorm(fed)
-        return hidden
+        self,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attn: AttentionBackend,
+        next_norm: GemmaRMSNorm,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` is `hidden` through our input_layernorm; returns what follows through `next_norm`,
+        and itself. A sum and the norm of it are one operation."""
+        attended = self.post_attention_layernorm(self.self_attn(x, cos, sin, attn))
+        x, hidden = self.pre_feedforward_layernorm.add(hidden, attended)
+        return next_norm.add(hidden, self.post_feedforward_layernorm(self.mlp(x)))
+
+    def parts(self) -> DecoderLayerParts:
+        return DecoderLayerParts(
+            input_norm=self.input_layernorm,
+            qkv=self.self_attn.qkv_proj,
+            attention=self.self_attn.attn,
+            o=self.self_attn.o_proj,
+            mlp_norm=self.pre_feedforward_layernorm,
+            gate_up=self.mlp.gate_up_proj,
+            activation=self.mlp.act,
+            down=self.mlp.down_proj,
+            rotary=1 if self.is_sliding else 0,
+            q_norm=self.self_attn.q_norm,
+            k_norm=self.self_attn.k_norm,
+            post_attention_norm=self.post_attention_layernorm,
+            post_mlp_norm=self.post_feedforward_layernorm,
+        )
 
 
 class Gemma3Model(nn.Module):
@@ -113,11 +138,13 @@ class Gemma3Model(nn.Module):
     ) -> torch.Tensor:
         full, local = self.rotary(positions), self.rotary_local(positions)
         hidden: torch.Tensor = self.embed_tokens(input_ids) * self.embed_scale
-        for layer in self.layers:
+        layers = cast("list[Gemma3Layer]", list(self.layers))
+        norms = [*(layer.input_layernorm for layer in layers), self.norm]
+        x: torch.Tensor = norms[0](hidden)
+        for layer, next_norm in zip(layers, norms[1:], strict=True):
             cos, sin = local if layer.is_sliding else full
-            hidden = layer(hidden, cos, sin, attn)
-        hidden = self.norm(hidden)
-        return hidden
+            x, hidden = layer(x, hidden, cos, sin, attn, next_norm)
+        return x
 
 
 class Gemma3ForCausalLM(CausalLM):
@@ -136,6 +163,18 @@ class Gemma3ForCausalLM(CausalLM):
     ) -> torch.Tensor:
         hidden: torch.Tensor = self.model(input_ids, positions, attn)
         return hidden
+
+    def decoder_stack(self) -> DecoderStack:
+        model = self.model
+        layers = cast("list[Gemma3Layer]", list(model.layers))
+        parts = tuple(layer.parts() for layer in layers)
+        return DecoderStack(
+            model.embed_tokens,
+            model.embed_scale,
+            (model.rotary, model.rotary_local),
+            parts,
+            model.norm,
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head.logits(hidden, self.final_logit_cap)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from srt.layers.activation import GatedActivation
 from srt.layers.attention import Attention, AttentionBackend
+from srt.layers.decoder_stack import DecoderLayerParts, DecoderStack
 from srt.layers.embedding import Embedding
 from srt.layers.layernorm import RMSNorm
 from srt.layers.linear import Linear, MergedLinear
@@ -76,11 +79,31 @@ class LlamaLayer(nn.Module):
         self.mlp = LlamaMLP(config)
 
     def forward(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn: AttentionBackend
-    ) -> torch.Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, attn)
-        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return hidden
+        self,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attn: AttentionBackend,
+        next_norm: RMSNorm,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` is `hidden` through our input_layernorm; returns what follows through `next_norm`,
+        and itself. A sum and the norm of it are one operation."""
+        attended = self.self_attn(x, cos, sin, attn)
+        x, hidden = self.post_attention_layernorm.add(hidden, attended)
+        return next_norm.add(hidden, self.mlp(x))
+
+    def parts(self) -> DecoderLayerParts:
+        return DecoderLayerParts(
+            input_norm=self.input_layernorm,
+            qkv=self.self_attn.qkv_proj,
+            attention=self.self_attn.attn,
+            o=self.self_attn.o_proj,
+            mlp_norm=self.post_attention_layernorm,
+            gate_up=self.mlp.gate_up_proj,
+            activation=self.mlp.act,
+            down=self.mlp.down_proj,
+        )
 
 
 class LlamaModel(nn.Module):
@@ -96,10 +119,12 @@ class LlamaModel(nn.Module):
     ) -> torch.Tensor:
         cos, sin = self.rotary(positions)
         hidden: torch.Tensor = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attn)
-        hidden = self.norm(hidden)
-        return hidden
+        layers = cast("list[LlamaLayer]", list(self.layers))
+        norms = [*(layer.input_layernorm for layer in layers), self.norm]
+        x: torch.Tensor = norms[0](hidden)
+        for layer, next_norm in zip(layers, norms[1:], strict=True):
+            x, hidden = layer(x, hidden, cos, sin, attn, next_norm)
+        return x
 
 
 class LlamaForCausalLM(CausalLM):
@@ -117,6 +142,12 @@ class LlamaForCausalLM(CausalLM):
     ) -> torch.Tensor:
         hidden: torch.Tensor = self.model(input_ids, positions, attn)
         return hidden
+
+    def decoder_stack(self) -> DecoderStack:
+        model = self.model
+        layers = cast("list[LlamaLayer]", list(model.layers))
+        parts = tuple(layer.parts() for layer in layers)
+        return DecoderStack(model.embed_tokens, 1.0, (model.rotary,), parts, model.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head.logits(hidden)

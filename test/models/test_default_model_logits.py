@@ -24,7 +24,9 @@ def test_h52_the_default_model_generates_what_transformers_generates(default_mod
     """H52: a GGUF without output.weight."""
     config = load_model_config(default_model)
     assert config.tie_word_embeddings
-    runner = ModelRunner(default_model, config, ServerArgs(device="cpu", max_total_tokens=512))
+    runner = ModelRunner(
+        default_model, config, ServerArgs(device="cpu", max_total_tokens=512, quantization="none")
+    )
     table = torch.zeros(2, config.context_len, dtype=torch.int32)
     slots = torch.randperm(512, generator=torch.Generator().manual_seed(0)) + 1
     table[1, :512] = slots.int()
