@@ -118,7 +118,7 @@ def parts(running: int, steps: int) -> dict[str, float]:
     while scheduler.step() is not None:
         channel.outbox.clear()
     counters = scheduler.counters
-    return {part: ms / counters.num_steps for part, ms in counters.ms.items()}
+    return {part: ms / scheduler.recorder.num_steps for part, ms in counters.ms.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ import logging.handlers
 import sys
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,14 @@ RING_SIZE = 512
 # A journal file is turned over at this size; so many old ones are kept.
 FILE_BYTES = 64 << 20
 OLD_FILES = 2
+
+
+class ArrivedEntry(msgspec.Struct):
+    """A request that joined the queue since the record before; `time` as in StepRecord."""
+
+    rid: str
+    time: float
+    prompt_len: int
 
 
 class RefusedEntry(msgspec.Struct):
@@ -48,6 +56,9 @@ class RetractionEntry(msgspec.Struct):
     new_ratio: float
 
 
+Entry = TypeVar("Entry", ArrivedEntry, AdmittedEntry, RefusedEntry)
+
+
 class StepRecord(msgspec.Struct, omit_defaults=True):
     """One pass. `time`: seconds of the scheduler's clock at its choice. `lens[i]`: new tokens of
     `rids[i]`. `inner`: members of which only an inner chunk is computed. `ms`: receive, choose,
@@ -64,6 +75,7 @@ class StepRecord(msgspec.Struct, omit_defaults=True):
     ratio: float
     budget_left: int = 0
     inner: list[str] = []
+    arrived: list[ArrivedEntry] = []
     admitted: list[AdmittedEntry] = []
     refused: list[RefusedEntry] = []
     retractions: list[RetractionEntry] = []
@@ -95,11 +107,42 @@ class Journal:
             self._file.handle(logging.makeLogRecord({"msg": line}))
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """The last `count` records, oldest first, as JSON-ready dicts."""
+        """The last `count` records, oldest first, as JSON-ready dicts with the clients' rids."""
         if count <= 0:
             return []
         records = list(self._ring)[-count:]
-        return [msgspec.to_builtins(record) for record in records]
+        return [msgspec.to_builtins(with_client_rids(record)) for record in records]
+
+
+def client_rid(rid: str) -> str:
+    """The rid by which a client knows the request that the scheduler calls `rid`. The scheduler's
+    ends with "#" and a serial number if the client chose it."""
+    name, _, serial = rid.rpartition("#")
+    return name if name and serial.isdecimal() else rid
+
+
+def with_client_rids(record: StepRecord) -> StepRecord:
+    """A copy for clients. Among live requests their rids are unique too."""
+
+    def renamed(entries: list[Entry]) -> list[Entry]:
+        return [msgspec.structs.replace(entry, rid=client_rid(entry.rid)) for entry in entries]
+
+    def names(rids: list[str]) -> list[str]:
+        return [client_rid(rid) for rid in rids]
+
+    return msgspec.structs.replace(
+        record,
+        rids=names(record.rids),
+        inner=names(record.inner),
+        arrived=renamed(record.arrived),
+        admitted=renamed(record.admitted),
+        refused=renamed(record.refused),
+        retractions=[
+            msgspec.structs.replace(event, victims=names(event.victims))
+            for event in record.retractions
+        ],
+        finished={client_rid(rid): reason for rid, reason in record.finished.items()},
+    )
 
 
 def read_journal(path: Path) -> list[StepRecord]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from srt.journal import AdmittedEntry, StepRecord
+from srt.journal import AdmittedEntry, ArrivedEntry, StepRecord
 
 # Outcome of a request that was running and then was not, without a reason in the journal: aborted,
 # or it asked for no tokens.
@@ -30,7 +30,7 @@ class Track:
     tokens: int = 0  # that its client got
     kv_len: int = 0  # its tokens with KV; after a retraction, those it had
     fill_len: int = 0  # tokens that its prefill covers: prompt and outputs at its last admission
-    start_len: int = 0  # fill_len of its first admission: its prompt
+    start_len: int = 0  # tokens of its prompt
     retractions: int = 0
     outcome: str = ""  # type of its finish reason, LEFT, or "" while it lives
 
@@ -53,6 +53,7 @@ class StepView:
     index: int  # of the record, from 0; unlike `step` it goes on after a restart
     record: StepRecord
     restarted: bool  # the scheduler that wrote this is not the one that wrote the record before
+    arrived: list[Track]  # in the queue since the pass before; some left it for this one
     extends: list[Extend]
     decodes: list[Track]
     given: list[Track]  # got a token by this pass
@@ -77,6 +78,7 @@ class History:
         restarted = record.step <= self._last_step
         if restarted:
             self._restart()
+        arrived = [self._arrive(entry) for entry in record.arrived]
         retracted = self._retract(record)
         recomputed = self._admit(record)
         for refused in record.refused:
@@ -92,6 +94,7 @@ class History:
             index,
             record,
             restarted,
+            arrived,
             extends,
             decodes,
             given,
@@ -111,6 +114,14 @@ class History:
         track = Track(rid)
         self._by_rid[rid] = track
         self.tracks.append(track)
+        return track
+
+    def _arrive(self, entry: ArrivedEntry) -> Track:
+        track = self._by_rid.get(entry.rid)
+        # After a restart, whoever lived arrives once more.
+        if track is None or track.state is State.ENDED:
+            track = self._add(entry.rid)
+            track.start_len = entry.prompt_len
         return track
 
     def _restart(self) -> None:

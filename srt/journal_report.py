@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from srt.journal import StepRecord, read_journal
+from srt.journal import StepRecord, client_rid, read_journal
 from srt.journal_stats import journal_stats, stats_text
 from srt.journal_table import mentioned, step_table
 from srt.journal_timeline import timeline_page
@@ -66,11 +66,11 @@ def read_rotated(path: Path) -> list[StepRecord]:
 
 
 def find_rid(records: Sequence[StepRecord], start: str) -> str:
-    """The rid that is `start`, or the only one that begins with it. ValueError if there is none or
-    more than one."""
+    """The scheduler's rid of the request that is called `start`, or the only one whose rid begins
+    with it. ValueError if there is none or more than one."""
     rids = {rid for record in records for rid in mentioned(record) if rid.startswith(start)}
-    if start in rids:
-        return start
+    exact = {rid for rid in rids if start in (rid, client_rid(rid))}
+    rids = exact or rids
     if not rids:
         raise ValueError(f"--rid {start}: no record names such a request")
     if len(rids) > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from srt.journal import StepRecord
+from srt.journal import StepRecord, client_rid
 from srt.journal_history import History, State, StepView, Track, follow
 
 PHASES = {"P": "prefill", "D": "decode", "M": "mixed"}
@@ -78,7 +78,7 @@ class Gap:
 @dataclass(frozen=True)
 class Stats:
     """See docs/journal.md for each number. Token counts are KV slots or computed tokens, as named;
-    `waits` are from the first pass that names a request as waiting to its admission."""
+    `waits` are from a request's arrival to its admission."""
 
     passes: int
     first_step: int
@@ -162,6 +162,8 @@ class StatsBuilder:
     def _follow_waits(self, view: StepView, history: History, counts: bool) -> None:
         record = view.record
         now = (view.index, record.time)
+        for track, entry in zip(view.arrived, record.arrived, strict=True):
+            self._waiting_since[track] = (view.index, entry.time)
         for extend in view.extends:
             if extend.entry is None:
                 continue
@@ -172,8 +174,8 @@ class StatsBuilder:
                 self._waits.append((view.index - index, record.time - time))
         for track in view.retracted:
             self._waiting_since[track] = now
-        for entry in record.refused:
-            track = history.track(entry.rid)
+        for refused in record.refused:
+            track = history.track(refused.rid)
             if track.state is State.WAITING:
                 self._waiting_since.setdefault(track, now)
 
@@ -188,7 +190,7 @@ class StatsBuilder:
             longest = self._gap if track.retractions == last[2] else self._retraction_gap
             if longest is not None and passes <= longest.passes:
                 continue
-            gap = Gap(passes, (record.time - last[1]) * 1e3, track.rid, record.step)
+            gap = Gap(passes, (record.time - last[1]) * 1e3, client_rid(track.rid), record.step)
             if track.retractions == last[2]:
                 self._gap = gap
             else:

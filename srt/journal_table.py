@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from srt.journal import RefusedEntry, StepRecord
+from srt.journal import RefusedEntry, StepRecord, client_rid
 from srt.journal_history import Extend, StepView, Track, follow
 
 # With so many requests at most, and names of so many characters together, each has a column.
@@ -59,16 +60,21 @@ def mentioned(record: StepRecord) -> Iterator[str]:
 
 def short_names(rids: Iterable[str]) -> dict[str, str]:
     """Each rid, cut to a start that no other one has, in letters that a table and a terminal can
-    show: clients choose rids."""
-    ordered = sorted(set(rids))
-    names = {}
+    show: clients choose rids. A rid that a client used more than once keeps its serial number."""
+    whole = set(rids)
+    uses = Counter(client_rid(rid) for rid in whole)
+    clients = {rid: name if uses[name := client_rid(rid)] == 1 else rid for rid in whole}
+    names = dict(_cut(sorted(clients.values())))
+    return {rid: names[client] for rid, client in clients.items()}
+
+
+def _cut(ordered: list[str]) -> Iterator[tuple[str, str]]:
     for at, rid in enumerate(ordered):
         shared = max(
             (_common(rid, ordered[i]) for i in (at - 1, at + 1) if 0 <= i < len(ordered)), default=0
         )
         name = rid[: max(MIN_NAME_CHARS, shared + 1)]
-        names[rid] = "".join(c if c.isprintable() and c != "|" else "?" for c in name)
-    return names
+        yield rid, "".join(c if c.isprintable() and c != "|" else "?" for c in name)
 
 
 def _common(a: str, b: str) -> int:

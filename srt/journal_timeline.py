@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from srt.journal import StepRecord
+from srt.journal import StepRecord, client_rid
 from srt.journal_history import History, State, StepView, Track, follow
 from srt.journal_stats import BEHIND, Stats, journal_stats
 from srt.journal_timeline_page import PAGE
@@ -101,6 +101,10 @@ class TimelineBuilder:
             self._between[track] = HELD
         for track in view.dropped:
             self._draw(track, index, DROPPED, 1)
+        for track in view.arrived:
+            if track.state is State.WAITING and track not in self._drawn:
+                self._draw(track, index, WAIT + BEHIND, 0)
+                self._between[track] = WAIT + BEHIND
         for track in view.ended:
             self._end(track, index)
 
@@ -115,7 +119,7 @@ class TimelineBuilder:
 
     def _row(self, track: Track) -> Row:
         if track not in self._rows:
-            self._rows[track] = Row(track.rid)
+            self._rows[track] = Row(client_rid(track.rid))
         return self._rows[track]
 
     def _draw(self, track: Track, index: int, kind: str, tokens: int) -> None:

@@ -19,9 +19,13 @@ TIE = 2e-3
 class GreedyReference:
     """One request at a time, whole in one pass, float32: nothing of batches, chunks or caches."""
 
-    def __init__(self, model_path: Path, max_tokens: int = 4096) -> None:
+    def __init__(
+        self, model_path: Path, quantization: str = "auto", max_tokens: int = 4096
+    ) -> None:
         config = load_model_config(model_path)
-        args = ServerArgs(max_total_tokens=max_tokens, dtype="float32", device="cpu")
+        args = ServerArgs(
+            max_total_tokens=max_tokens, dtype="float32", device="cpu", quantization=quantization
+        )
         self.runner = ModelRunner(model_path, config, args)
         rows = ReqToTokenPool(1, max_tokens)
         self.runner.init_memory(self.runner.plan_memory(), rows.device_table)

@@ -7,10 +7,12 @@ import pytest
 from srt import journal as journal_module
 from srt.journal import (
     AdmittedEntry,
+    ArrivedEntry,
     Journal,
     RefusedEntry,
     RetractionEntry,
     StepRecord,
+    client_rid,
     read_journal,
 )
 
@@ -31,6 +33,7 @@ FULL = StepRecord(
     ratio=0.7,
     budget_left=3,
     inner=["a"],
+    arrived=[ArrivedEntry("c", 1.25, 6)],
     admitted=[AdmittedEntry("a", 0, 9, 1)],
     refused=[RefusedEntry("c", "kv", 30, 20, 5)],
     retractions=[RetractionEntry("kv", ["d"], 7, 8, 0.5, 0.9)],
@@ -101,3 +104,25 @@ def test_any_other_line_that_is_no_record_is_named(tmp_path, line):
 def test_a_file_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
     with pytest.raises(OSError, match="missing"):
         Journal(str(tmp_path / "missing" / "j.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("rid", "known_as"),
+    [("a#0", "a"), ("a#b#12", "a#b"), ("5f3e", "5f3e"), ("#7", "#7"), ("a#b", "a#b")],
+)
+def test_a_client_knows_its_request_without_the_serial_number(rid, known_as):
+    assert client_rid(rid) == known_as
+
+
+def test_clients_read_the_ring_under_their_own_names():
+    plain, journal, numbered = (
+        Journal(),
+        Journal(),
+        {name: f"{name}#{ord(name)}" for name in "abcd"},
+    )
+    plain.write(FULL)
+    text = journal_module.msgspec.json.encode(FULL).decode()
+    for name, rid in numbered.items():
+        text = text.replace(f'"{name}"', f'"{rid}"')
+    journal.write(journal_module.msgspec.json.decode(text, type=StepRecord))
+    assert journal.last(1) == plain.last(1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 
 import pytest
 from greedy_reference import GreedyReference
@@ -151,3 +152,42 @@ def test_the_same_seed_gives_the_same_text_in_any_company(engine):
     together = engine.generate(["Once upon a time"] * 7, [*crowd, params])
     assert together[6]["text"] == alone
     assert len({answer["text"] for answer in together[:6]}) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "overlap"), [("none", "off"), ("auto", "on")])
+def test_a_pool_too_small_for_the_load_changes_no_answer(
+    default_model, quantization, overlap, capfd
+):
+    """40 requests with outputs up to 300 in a pool for a few: retractions, and the same tokens."""
+    reference = GreedyReference(default_model, quantization)
+    rng = random.Random(3)
+    with Engine(
+        str(default_model),
+        dtype="float32",
+        quantization=quantization,
+        max_total_tokens=1200,
+        schedule_conservativeness=0.0,
+        admission="ratio",
+        overlap_schedule=overlap,
+    ) as engine:
+        vocab = engine.tokenizer.vocab_size
+        prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(5, 60))] for _ in range(40)]
+        params = [{**GREEDY, "max_new_tokens": rng.randint(60, 300)} for _ in prompts]
+        last = {}
+        for chunk in engine.generate(input_ids=prompts, sampling_params=params, stream=True):
+            before = last.get(chunk["index"])
+            if before is not None:
+                assert chunk["text"].startswith(before["text"])
+                assert chunk["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+            last[chunk["index"]] = chunk
+        assert len(last) == 40
+        for i, ids in enumerate(prompts):
+            reference.assert_greedy(ids, last[i]["output_ids"])
+            assert last[i]["text"] == engine.tokenizer.decode(last[i]["output_ids"])
+        retractions = sum(chunk["meta_info"]["num_retractions"] for chunk in last.values())
+        assert retractions > 0
+        assert wait_until_pristine(engine)
+    log = capfd.readouterr().err
+    counted = sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", log))
+    assert counted == retractions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from srt.journal import AdmittedEntry, RefusedEntry
+from srt.journal import AdmittedEntry
 from srt.managers.io_struct import FinishType
 from srt.managers.kv_budget import KVBudget, PeakBudget, RatioBudget
 from srt.managers.length_predictor import LengthPredictor
@@ -134,12 +134,3 @@ class Admission:
         for req in self.refused:
             req.bypassed += len(newcomers)
         return newcomers
-
-
-def refused_entries(reqs: list[Req]) -> list[RefusedEntry]:
-    """For the journal."""
-    return [
-        RefusedEntry(req.rid, b.kind, b.needed, b.available, b.reserved)
-        for req in reqs
-        if (b := req.blocker) is not None
-    ]

@@ -6,22 +6,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from srt.forward_batch import ForwardBatch
-from srt.journal import Journal, RefusedEntry, RetractionEntry, StepRecord
-from srt.managers.admission import Admission, refused_entries
+from srt.journal import Journal, RefusedEntry, StepRecord
+from srt.managers.admission import Admission
 from srt.managers.batching import Batching, BatchingState, ContinuousBatching
+from srt.managers.cache_flushes import CacheFlushes
 from srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
     FinishReason,
     FinishType,
-    FlushCacheOut,
     FlushCacheReq,
     SchedulerInput,
     SchedulerOutput,
@@ -29,13 +28,15 @@ from srt.managers.io_struct import (
     TokenizedGenerateReq,
 )
 from srt.managers.phase_policy import PassStats, PhasePolicy, PhaseState
-from srt.managers.req import Req
+from srt.managers.req import Blocker, Req
 from srt.managers.req_memory import ReqMemory
 from srt.managers.retraction import Retraction, RetractionPolicy
 from srt.managers.schedule_batch import ModelLimits, ScheduleBatch, to_device
 from srt.managers.schedule_policy import WaitingQueue
 from srt.managers.scheduler_log import LoadSnapshot, SchedulerLog
+from srt.managers.scheduler_pass import Pass
 from srt.managers.scheduler_view import SchedulerCounters, answer_query
+from srt.managers.step_recorder import StepRecorder, refused_entries, refused_entry
 
 logger = logging.getLogger(__name__)
 
@@ -59,26 +60,6 @@ class Channel(Protocol):
     def recv(self, timeout_ms: int) -> Sequence[SchedulerInput]: ...
 
     def send(self, message: SchedulerOutput) -> None: ...
-
-
-@dataclass
-class Pass:
-    """One pass, from its choice until its tokens are processed. `batch` holds the rows that sample,
-    as they were when the pass was launched; `extended` everyone who computed part of a prompt."""
-
-    phase: str  # "P" prefill, "D" decode, "M" a prefill with decode rows riding along
-    batch: ScheduleBatch
-    forward: ForwardBatch
-    record: StepRecord
-    extended: list[Req] = field(default_factory=list)
-    chunked: Req | None = None  # of `extended`, who is in mid-chunk after it
-    sampling_rows: list[int] | None = None  # rows of `forward` that sample; None: all
-    next_token_ids: torch.Tensor | None = None  # [len(batch)] on the device, once launched
-    has_late_ends: bool = False  # someone in it ended after its launch
-
-    @property
-    def is_extend(self) -> bool:
-        return self.phase != "D"
 
 
 class Scheduler:
@@ -110,7 +91,7 @@ class Scheduler:
         self.retraction = retraction
         self.model = model
         self.log = log
-        self.journal = journal
+        self.recorder = StepRecorder(journal)
         self.clock = clock
         self.mixed = mixed
         self.batching = ContinuousBatching() if batching is None else batching
@@ -126,12 +107,10 @@ class Scheduler:
         # Rows of req_to_token whose request ended; batches drop them at the next choice.
         self._ended_rows = np.zeros(memory.rows.num_rows + 1, dtype=np.bool_)
         self._any_ended = False
-        self._flush_waits: list[tuple[float, FlushCacheReq]] = []
+        self._flushes = CacheFlushes(memory.tree)
         self._started: dict[str, StartedInfo] = {}  # admitted, first token not yet out
         self._last_token_at = clock()
         self._fruitless_choices = 0
-        self._retractions: list[Retraction] = []  # of this choice
-        self._ended_between: dict[str, str] = {}  # ends without a pass, for the next record
 
     # --- the loop ---
 
@@ -156,7 +135,7 @@ class Scheduler:
         launched = time.perf_counter()
         self.process_batch_result(chosen)
         self._note_times(chosen, begin, received, decided, launched)
-        self.journal.write(chosen.record)
+        self.recorder.write(chosen)
         return chosen
 
     def step_overlap(self) -> Pass | None:
@@ -175,7 +154,7 @@ class Scheduler:
         self.in_flight = chosen
         if previous is not None:
             self.process_batch_result(previous)
-            self.journal.write(previous.record)
+            self.recorder.write(previous)
         if chosen is not None:
             self._note_times(chosen, begin, received, decided, launched)
         if chosen is None and previous is None:
@@ -214,7 +193,7 @@ class Scheduler:
                 case AbortReq():
                     self._abort(message)
                 case FlushCacheReq():
-                    self._flush_waits.append((self.clock() + message.timeout, message))
+                    self._flushes.add(message, self.clock())
                 case _:
                     answer_query(self, message)
         self._answer_flushes()
@@ -236,6 +215,7 @@ class Scheduler:
         req = Req.from_message(message, room if asked is None else min(asked, room), self.clock())
         assert req.rid not in self.live, f"rid {req.rid} is live already"
         self.live[req.rid] = req
+        self.recorder.on_arrival(req)
         self.waiting_queue.append(req)
 
     def _abort(self, message: AbortReq) -> None:
@@ -252,7 +232,7 @@ class Scheduler:
         if req is self.chunked_req:
             self.chunked_req = None
         self._end(req, reason)
-        self._ended_between[req.rid] = reason.type.value
+        self.recorder.on_end_without_pass(req)
         self._started.pop(req.rid, None)
         if not silent:
             self._send_end(req.rid, reason)
@@ -265,7 +245,6 @@ class Scheduler:
     # --- choose ---
 
     def get_next_batch_to_run(self) -> Pass | None:
-        self._retractions = []
         self._merge_last_batch()
         if self.paused:
             return None
@@ -276,7 +255,7 @@ class Scheduler:
         if chosen is None and self.running_batch is not None:
             chosen = self.get_next_batch_decode()
         if chosen is not None:
-            self._fill_record(chosen)
+            self.recorder.fill(chosen, self._refusals())
         return chosen
 
     def _merge_last_batch(self) -> None:
@@ -439,7 +418,7 @@ class Scheduler:
         if self.in_flight is not None:
             done, self.in_flight = self.in_flight, None
             self.process_batch_result(done)
-            self.journal.write(done.record)
+            self.recorder.write(done)
             self._merge_last_batch()
 
     # --- retraction ---
@@ -519,7 +498,7 @@ class Scheduler:
         lost = sum(req.retracted_len for req in victims)
         rids = tuple(req.rid for req in victims)
         event = Retraction(cause, rids, gained, lost, old_ratio, self.admission.ratio.value)
-        self._retractions.append(event)
+        self.recorder.on_retraction(event)
         self.counters.on_retraction(event, victims)
         self.log.on_retract(event)
 
@@ -660,23 +639,8 @@ class Scheduler:
         self._answer_flushes()
 
     def _answer_flushes(self) -> None:
-        waiting = []
-        for deadline, message in self._flush_waits:
-            if not self.live and self.in_flight is None:
-                self.memory.tree.reset()
-                logger.info("Cache flushed successfully!")
-                self.channel.send(FlushCacheOut(message.id, True))
-            elif self.clock() >= deadline:
-                load = self.load()
-                logger.warning(
-                    "Cache not flushed because there are pending requests. "
-                    f"#queue-req: {load.num_queued}, #running-req: {load.num_running}"
-                )
-                text = "Timed out waiting for idle state." if message.timeout else ""
-                self.channel.send(FlushCacheOut(message.id, False, text))
-            else:
-                waiting.append((deadline, message))
-        self._flush_waits = waiting
+        is_idle = not self.live and self.in_flight is None
+        self._flushes.answer(is_idle, self.clock(), self.load, self.channel.send)
 
     # --- what it tells ---
 
@@ -693,48 +657,20 @@ class Scheduler:
         return left + self.waiting_queue.num_tokens
 
     def _new_record(self) -> StepRecord:
-        self.counters.num_steps += 1
-        load = self.load()
-        return StepRecord(
-            step=self.counters.num_steps - 1,
-            time=self.clock(),
-            phase="",
-            rids=[],
-            lens=[],
-            used=load.num_used,
-            size=load.size,
-            queued=load.num_queued,
-            ratio=self.admission.ratio.value,
-            rows=self.admission.limits.max_running_requests,
+        return self.recorder.begin(
+            self.clock(),
+            self.load(),
+            self.admission.ratio.value,
+            self.admission.limits.max_running_requests,
         )
 
-    def _fill_record(self, chosen: Pass) -> None:
-        record = chosen.record
-        record.phase = chosen.phase
-        record.rids = chosen.batch.rids
-        if chosen.is_extend:
-            record.lens = chosen.forward.extend_lens_cpu
-            # Whoever computes a part of a prompt without sampling.
-            sampling = (
-                range(len(record.rids)) if chosen.sampling_rows is None else (chosen.sampling_rows)
-            )
-            if len(sampling) < len(record.rids):
-                members = set(sampling)
-                record.inner = [rid for i, rid in enumerate(record.rids) if i not in members]
-        record.finished, self._ended_between = self._ended_between, {}
-        record.retractions = [
-            RetractionEntry(e.cause, list(e.victims), e.gained, e.lost, e.old_ratio, e.new_ratio)
-            for e in self._retractions
-        ]
-        if self.batching.refusal is not None and self.waiting_queue:
-            blocker = self.batching.refusal
-            oldest = self.waiting_queue.oldest()
-            if oldest is not None:
-                needed, available = blocker.needed, blocker.available
-                record.refused = [RefusedEntry(oldest.rid, blocker.kind, needed, available, 0)]
-        elif self.admission.decode_turn:
-            oldest = self.waiting_queue.oldest()
-            if oldest is not None:
-                record.refused = [RefusedEntry(oldest.rid, "decode_turn", 1, 0, 0)]
-        elif self.waiting_queue:
-            record.refused = refused_entries(self.admission.refused)
+    def _refusals(self) -> list[RefusedEntry]:
+        """Who waits on after this choice, and for what."""
+        oldest = self.waiting_queue.oldest()
+        if oldest is None:
+            return []
+        if self.batching.refusal is not None:
+            return [refused_entry(oldest, self.batching.refusal)]
+        if self.admission.decode_turn:
+            return [refused_entry(oldest, Blocker("decode_turn", 1, 0))]
+        return refused_entries(self.admission.refused)

@@ -29,7 +29,6 @@ class SchedulerCounters:
     """Sums since the start."""
 
     def __init__(self) -> None:
-        self.num_steps = 0
         self.passes: Counter[str] = Counter()  # by phase: P, D, M
         self.prompt_tokens = 0  # computed, not cached
         self.generated_tokens = 0
@@ -68,7 +67,7 @@ def answer_query(scheduler: Scheduler, message: SchedulerInput) -> None:
         case InternalStateReq():
             send(InternalStateOut(message.id, internal_state(scheduler)))
         case JournalReq():
-            send(ControlOut(message.id, scheduler.journal.last(message.last)))
+            send(ControlOut(message.id, scheduler.recorder.journal.last(message.last)))
         case RequestsReq():
             send(ControlOut(message.id, requests_view(scheduler, message.rid)))
         case PauseReq():
@@ -108,7 +107,7 @@ def internal_state(scheduler: Scheduler) -> dict[str, Any]:
         "paused": scheduler.paused,
         "oldest_wait_seconds": _oldest_wait(scheduler),
         "blockers": dict(blockers),
-        "num_steps": counters.num_steps,
+        "num_steps": scheduler.recorder.num_steps,
         "passes": dict(counters.passes),
         "prompt_tokens": counters.prompt_tokens,
         "generated_tokens": counters.generated_tokens,

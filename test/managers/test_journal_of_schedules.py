@@ -126,9 +126,9 @@ def small(seed: int, **options: object) -> Harness:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_history_counts_what_the_clients_got(seed, mixed, overlap):
     harness = small(seed, mixed=mixed, overlap=overlap)
-    harness.scheduler.journal = Journal(ring_size=10_000)
+    harness.scheduler.recorder.journal = Journal(ring_size=10_000)
     crowd(harness, seed)
-    records = msgspec.convert(harness.scheduler.journal.last(10_000), list[StepRecord])
+    records = msgspec.convert(harness.scheduler.recorder.journal.last(10_000), list[StepRecord])
     history, recomputed, retracted = History(), 0, 0
     for view in follow(records, history):
         recomputed += view.recomputed
@@ -220,3 +220,35 @@ def test_show_marks_retractions_and_who_comes_back(tmp_path, capsys):
         ["decode A", "5/4"],
         ["prefill B (again)", "5/5"],
     ]
+
+
+def test_a_request_waits_from_its_arrival_on(tmp_path):
+    """C comes while one pass runs, is named by no record before it is admitted, and still waits."""
+    path = tmp_path / "j.jsonl"
+    harness = Harness(max_running=2, journal=str(path))
+    run(harness, [(0, "A", 3, 2), (0, "B", 3, 5), (1, "C", 3, 2)])
+    records = read_journal(path)
+    arrivals = {
+        entry.rid: (record.step, entry.prompt_len) for record in records for entry in record.arrived
+    }
+    assert arrivals == {"A": (0, 3), "B": (0, 3), "C": (1, 3)}
+    timeline = build_timeline(records, "t")
+    [row] = [row for row in timeline.rows if row.rid == "C"]
+    assert row.spans[1] == 1, "the wait begins with the pass after the arrival"
+
+
+def test_what_happened_before_a_pass_is_recorded_even_if_a_choice_came_to_nothing(tmp_path):
+    """Whoever is aborted in the queue while nothing can run ends in the next record."""
+    path = tmp_path / "j.jsonl"
+    harness = Harness(max_running=2, journal=str(path))
+    harness.scheduler.paused = True
+    harness.send("A", [1, 2, 3], 2)
+    harness.step()
+    harness.abort("A")
+    harness.step()
+    harness.scheduler.paused = False
+    harness.send("B", [1, 2, 3], 2)
+    harness.run()
+    first = read_journal(path)[0]
+    assert [entry.rid for entry in first.arrived] == ["A", "B"]
+    assert first.finished == {"A": "abort"} and first.rids == ["B"]
