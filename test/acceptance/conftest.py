@@ -38,7 +38,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(tiny_folder: Path) -> GreedyReference:
-    return GreedyReference(tiny_folder, CONTEXT_LEN)
+    return GreedyReference(tiny_folder, max_tokens=CONTEXT_LEN)
 
 
 @pytest.fixture(scope="session")

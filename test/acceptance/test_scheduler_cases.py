@@ -184,7 +184,7 @@ def first_admissions(server: RealServer) -> list[str]:
     order: list[str] = []
     for record in server.journal(512):
         for entry in record.get("admitted", []):
-            rid = entry["rid"].rpartition("#")[0]
+            rid = entry["rid"]
             if rid not in order:
                 order.append(rid)
     return order
