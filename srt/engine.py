@@ -13,7 +13,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from srt.backend import Backend, cache_dir
-from srt.generate_api import ChunkCursor, collect, error_of, parse_generate_body
+from srt.generate_api import (
+    ChunkCursor,
+    collect,
+    error_of,
+    logprob_format,
+    parse_generate_body,
+)
 from srt.managers.scheduler_handle import SchedulerHandle
 from srt.model_files import resolve_model
 from srt.server_args import ServerArgs
@@ -162,13 +168,16 @@ class Engine:
 
     async def _generate(self, body: dict[str, Any]) -> Any:
         manager = self._running().manager
-        async with aclosing(manager.generate(parse_generate_body(body, time.time()))) as states:
-            return await collect(states)
+        call = parse_generate_body(body, time.time())
+        async with aclosing(manager.generate(call)) as states:
+            return await collect(states, logprob_format(call, manager.tokenizer))
 
     async def _chunks(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         manager = self._running().manager
-        cursor = ChunkCursor(self.args.incremental_streaming_output)
-        async with aclosing(manager.generate(parse_generate_body(body, time.time()))) as states:
+        call = parse_generate_body(body, time.time())
+        logprobs = logprob_format(call, manager.tokenizer)
+        cursor = ChunkCursor(self.args.incremental_streaming_output, logprobs)
+        async with aclosing(manager.generate(call)) as states:
             async for state in states:
                 if error := error_of(state):
                     raise error

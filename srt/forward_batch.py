@@ -7,6 +7,7 @@ from enum import Enum
 
 import torch
 
+from srt.logprob_query import LogprobQuery
 from srt.sampling_batch import SamplingBatch
 
 
@@ -34,6 +35,8 @@ class ForwardBatch:
     extend_lens_cpu: list[int]
     # None only when no row needs a token (a pass of inner chunks).
     sampling: SamplingBatch | None
+    # None unless somebody wants to know probabilities.
+    logprobs: LogprobQuery | None = None
 
     def followed_by(self, decode: ForwardBatch, sampling: SamplingBatch) -> ForwardBatch:
         """One pass of our rows and then the rows of `decode`, each an extend of one token.

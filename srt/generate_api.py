@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from srt.json_fields import optional, refuse_unsupported, seconds, token_ids, type_error
+from srt.logprob_format import GrowingLists, LogprobFormat
+from srt.logprob_options import parse_logprob_options
 from srt.managers.io_struct import FinishReason, FinishType
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.request_error import RequestError
+from srt.tokenizer import Tokenizer
 
 # Features of the wire format that this server does not have.
 _UNSUPPORTED = (
-    "return_logprob",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "return_text_in_logprobs",
     "return_hidden_states",
     "return_routed_experts",
     "return_sampling_mask",
@@ -52,6 +52,8 @@ def parse_generate_body(
         priority=optional(body, "priority", int, None),
         tenant=optional(body, "user", str, tenant),
         extra_key=cache_namespace(body),
+        logprobs=parse_logprob_options(body, len(prompts), is_batch),
+        text_in_logprobs=optional(body, "return_text_in_logprobs", bool, False),
         queue_timeout=seconds(body, "queue_timeout"),
         timeout=seconds(body, "timeout"),
         arrival_time=arrival_time,
@@ -67,10 +69,15 @@ def cache_namespace(body: dict[str, Any]) -> str | None:
 
 
 def response_object(
-    state: ReqState, text: str, output_ids: list[int], weight_version: str = "default"
+    state: ReqState,
+    text: str,
+    output_ids: list[int],
+    logprobs: Mapping[str, Any],
+    weight_version: str = "default",
 ) -> dict[str, Any]:
-    """What a client gets for one request: `text` and `output_ids` as given (all of them, or what is
-    new), and the state's numbers, which are always of the whole request."""
+    """What a client gets for one request: `text`, `output_ids` and lists of `logprobs` as given
+    (all of them, or what is new), and the state's numbers, which are always of the whole
+    request."""
     meta: dict[str, Any] = {
         "id": state.rid,
         "finish_reason": None,
@@ -83,7 +90,10 @@ def response_object(
         "weight_version": weight_version,
         "dp_rank": None,
         "queue_time": state.queue_time,
+        **logprobs,
     }
+    if state.request.return_logprob:
+        meta["output_token_logprobs_length"] = len(state.output_logprobs)
     if state.first_token_time is not None:
         meta["first_token_latency"] = state.first_token_time - state.created_time
     if state.finish_reason is not None:
@@ -116,7 +126,12 @@ def error_of(state: ReqState) -> RequestError | None:
     return RequestError(reason.message or "Aborted", reason.status_code, err_type=reason.err_type)
 
 
-async def collect(states: AsyncIterator[ReqState]) -> Any:
+def logprob_format(call_input: GenerateReqInput, tokenizer: Tokenizer) -> LogprobFormat:
+    """How the answers to a call show probabilities."""
+    return LogprobFormat(tokenizer.token_text if call_input.text_in_logprobs else None)
+
+
+async def collect(states: AsyncIterator[ReqState], logprobs: LogprobFormat) -> Any:
     """The final response of a call: one object, or a list in the order of the prompts. RequestError
     if the server ended any of them."""
     objects: dict[int, dict[str, Any]] = {}
@@ -126,28 +141,60 @@ async def collect(states: AsyncIterator[ReqState]) -> Any:
             continue
         if error := error_of(state):
             raise error
-        objects[state.index] = response_object(state, state.text, state.output_ids)
+        objects[state.index] = response_object(
+            state, state.text, state.output_ids, logprobs.fields(state)
+        )
         is_list = state.is_member
     return [objects[i] for i in sorted(objects)] if is_list else objects[0]
 
 
 class ChunkCursor:
-    """Which part of each choice's output a stream has sent: the text and ids of the next chunk."""
+    """Which part of each choice's output a stream has sent, and so what its next chunk holds."""
 
-    def __init__(self, is_incremental: bool) -> None:
+    def __init__(
+        self, is_incremental: bool, logprobs: LogprobFormat, as_json: bool = False
+    ) -> None:
+        """With `as_json` lists that are repeated in every chunk come as rendered JSON."""
         self._is_incremental = is_incremental
-        self._sent: dict[int, tuple[int, int]] = {}  # choice -> characters, ids
+        self._logprobs = logprobs
+        self._as_json = as_json
+        self._sent: dict[int, _Sent] = {}  # by choice
 
     def next_object(self, state: ReqState) -> dict[str, Any]:
         """The response object of one chunk: everything so far, or what is new if incremental. It
-        holds a copy of the ids, since the state goes on growing."""
-        num_chars, num_ids = self._sent.get(state.index, (0, 0))
+        holds copies of what goes on growing."""
+        sent = self._sent.setdefault(state.index, _Sent())
+        text, ids = state.text, state.output_ids[:]
         if self._is_incremental:
-            self._sent[state.index] = len(state.text), len(state.output_ids)
-        chunk = response_object(state, state.text[num_chars:], state.output_ids[num_ids:])
+            text, ids = text[sent.chars :], ids[sent.ids :]
+        chunk = response_object(state, text, ids, self._lists(state, sent))
+        sent.note(state)
         if state.is_member:
             chunk["index"] = state.index
         return chunk
+
+    def _lists(self, state: ReqState, sent: _Sent) -> Mapping[str, Any]:
+        if not state.request.return_logprob:
+            return {}
+        if not self._is_incremental and not self._as_json:
+            return self._logprobs.fields(state)
+        new = self._logprobs.fields(state, sent.inputs, sent.outputs)
+        return new if self._is_incremental else sent.lists.extend(new)
+
+
+@dataclass
+class _Sent:
+    """What chunks of one choice have held."""
+
+    chars: int = 0
+    ids: int = 0
+    inputs: int = 0  # logprobs of the prompt
+    outputs: int = 0  # logprobs of outputs
+    lists: GrowingLists = field(default_factory=GrowingLists)
+
+    def note(self, state: ReqState) -> None:
+        self.chars, self.ids = len(state.text), len(state.output_ids)
+        self.inputs, self.outputs = len(state.input_logprobs), len(state.output_logprobs)
 
 
 def _prompts(body: dict[str, Any]) -> tuple[list[str | list[int]], bool]:

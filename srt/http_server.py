@@ -12,7 +12,13 @@ from contextlib import aclosing
 from aiohttp import hdrs, web
 
 from srt.admin_api import AdminRoutes
-from srt.generate_api import ChunkCursor, collect, error_of, parse_generate_body
+from srt.generate_api import (
+    ChunkCursor,
+    collect,
+    error_of,
+    logprob_format,
+    parse_generate_body,
+)
 from srt.http_auth import Keys
 from srt.http_json import (
     BODY_TIMEOUT,
@@ -24,6 +30,7 @@ from srt.http_json import (
 )
 from srt.http_metrics import HttpMetrics
 from srt.info_api import InfoRoutes, served_model_name
+from srt.logprob_format import LogprobFormat
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
@@ -155,15 +162,16 @@ class HttpServer:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         arrival_time = time.time()
         call = parse_generate_body(await read_json(request), arrival_time, tenant_of(request))
+        logprobs = logprob_format(call, self.manager.tokenizer)
         async with aclosing(self.manager.generate(call)) as states:
             if call.stream:
-                return await self._stream(request, states)
-            return json_response(await collect(states))
+                return await self._stream(request, states, logprobs)
+            return json_response(await collect(states, logprobs))
 
     async def _stream(
-        self, request: web.Request, states: AsyncIterator[ReqState]
+        self, request: web.Request, states: AsyncIterator[ReqState], logprobs: LogprobFormat
     ) -> web.StreamResponse:
-        cursor = ChunkCursor(self.args.incremental_streaming_output)
+        cursor = ChunkCursor(self.args.incremental_streaming_output, logprobs, as_json=True)
         # The first state before the first header, so that a refusal still has its HTTP status.
         state = await anext(states)
         if error := error_of(state):
@@ -203,7 +211,7 @@ class HttpServer:
 
     async def _generate_once(self, call: GenerateReqInput) -> None:
         async with aclosing(self.manager.generate(call)) as states:
-            await collect(states)
+            await collect(states, LogprobFormat())
 
 
 _PREFLIGHT_HEADERS = {

@@ -14,6 +14,7 @@ import torch
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.host_limits import available_memory, usable_cores
 from srt.layers.attention import AttentionBackend
+from srt.layers.logprobs import answer_query
 from srt.layers.native_attention import NativeAttentionBackend
 from srt.layers.native_decoder import NativeDecoder, can_run
 from srt.layers.quantization.scheme import choose_quantization, packed_bytes, quantize_modules
@@ -148,18 +149,26 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [b, vocab] float32 after each request's last new token."""
-        return self.model.logits(self._last_hidden(batch))
+        return self.model.logits(_last_of_each(self._hidden(batch), batch))
 
     @torch.inference_mode()
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         """next_token_ids [b] int64; zeros for a pass of inner chunks, which needs no tokens."""
-        hidden = self._last_hidden(batch)
+        hidden = self._hidden(batch)
+        logits = None
         if batch.sampling is None:
-            return torch.zeros_like(batch.seq_lens)
-        return sample(self.model.logits(hidden), batch.sampling, batch.seq_lens)
+            next_token_ids = torch.zeros_like(batch.seq_lens)
+        else:
+            logits = self.model.logits(_last_of_each(hidden, batch))
+            next_token_ids = sample(logits, batch.sampling, batch.seq_lens)
+        if batch.logprobs is not None:
+            batch.logprobs.answer = answer_query(
+                batch.logprobs, hidden, self.model.logits, logits, next_token_ids, self.vocab_size
+            )
+        return next_token_ids
 
-    def _last_hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [b, hidden] of each request's last new token: only these meet the head."""
+    def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [n, hidden] of all new tokens."""
         assert self.attn is not None, "init_memory() comes before the first pass"
         self.attn.plan(batch)
         hidden: torch.Tensor
@@ -167,9 +176,14 @@ class ModelRunner:
             hidden = self.decoder.forward(batch)
         else:
             hidden = self.model(batch.input_ids, batch.positions, self.attn)
-        if batch.mode is ForwardMode.DECODE:
-            return hidden
-        return hidden[batch.extend_lens.cumsum(0) - 1]
+        return hidden
+
+
+def _last_of_each(hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """Of [n, hidden] the rows [b, hidden] of each request's last new token: few meet the head."""
+    if batch.mode is ForwardMode.DECODE:
+        return hidden
+    return hidden[batch.extend_lens.cumsum(0) - 1]
 
 
 def _choose_device(device: str) -> str:

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,9 +15,16 @@ from srt.chat_prompt import chat_input_ids
 from srt.generate_api import cache_namespace, error_of
 from srt.http_json import json_response, read_json, tenant_of
 from srt.json_fields import optional, refuse_unsupported, seconds, token_ids, type_error
+from srt.logprob_options import LogprobOptions
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import TokenizerManager
+from srt.openai_logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_options,
+    completion_options,
+)
 from srt.request_error import RequestError
 from srt.sse import open_stream
 
@@ -51,8 +59,6 @@ _OTHER_NAMES = {
 }
 _UNSUPPORTED = (
     "suffix",
-    "logprobs",
-    "top_logprobs",
     "lora_path",
     "session_params",
     "return_hidden_states",
@@ -74,20 +80,26 @@ class OpenAIRoutes:
         body = await _read_object(request)
         prompts = _completion_prompts(body)
         echoes = [""] * len(prompts)
-        if optional(body, "echo", bool, False):
-            decode = self._get_manager().tokenizer.decode
-            echoes = [p if isinstance(p, str) else decode(p) for p in prompts]
-        call = _call(body, prompts, tenant_of(request), arrival_time)
-        return await self._answer(request, body, call, CompletionShape(echoes))
+        tokenizer = self._get_manager().tokenizer
+        echo = optional(body, "echo", bool, False)
+        if echo:
+            echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
+        logprobs = completion_options(body, echo)
+        call = _call(body, prompts, tenant_of(request), arrival_time, logprobs)
+        make_logprobs = partial(CompletionLogprobs, tokenizer, echo) if logprobs else None
+        return await self._answer(request, body, call, CompletionShape(echoes, make_logprobs))
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         arrival_time = time.time()
         body = await _read_object(request)
         if body.get("tools") and body.get("tool_choice") != "none":
             raise RequestError("tools are not supported by this server yet.", param="tools")
-        prompt = chat_input_ids(self._get_manager().tokenizer, body)
-        call = _call(body, [prompt], tenant_of(request), arrival_time)
-        return await self._answer(request, body, call, ChatShape())
+        tokenizer = self._get_manager().tokenizer
+        logprobs = chat_options(body)
+        prompt = chat_input_ids(tokenizer, body)
+        call = _call(body, [prompt], tenant_of(request), arrival_time, logprobs)
+        make_logprobs = partial(ChatLogprobs, tokenizer) if logprobs else None
+        return await self._answer(request, body, call, ChatShape(make_logprobs))
 
     async def embeddings(self, request: web.Request) -> web.StreamResponse:
         raise RequestError(
@@ -189,8 +201,12 @@ class CompletionShape:
 
     object = chunk_object = "text_completion"
 
-    def __init__(self, echoes: list[str]) -> None:
+    def __init__(
+        self, echoes: list[str], make_logprobs: Callable[[], CompletionLogprobs] | None
+    ) -> None:
         self._echoes = echoes
+        self._make_logprobs = make_logprobs  # None: nobody asks
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
 
     def choice(self, state: ReqState, prompt_index: int) -> dict[str, Any]:
         return self._choice(state, self._echoes[prompt_index] + state.text)
@@ -202,7 +218,12 @@ class CompletionShape:
         return [self._choice(state, self._echoes[prompt_index] + delta if is_first else delta)]
 
     def _choice(self, state: ReqState, text: str) -> dict[str, Any]:
-        return {"index": state.index, "text": text, "logprobs": None, **_finish(state)}
+        logprobs = None
+        if self._make_logprobs is not None:
+            if state.index not in self._logprobs:
+                self._logprobs[state.index] = self._make_logprobs()
+            logprobs = self._logprobs[state.index].next(state)
+        return {"index": state.index, "text": text, "logprobs": logprobs, **_finish(state)}
 
 
 class ChatShape:
@@ -211,6 +232,17 @@ class ChatShape:
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, make_logprobs: Callable[[], ChatLogprobs] | None) -> None:
+        self._make_logprobs = make_logprobs  # None: nobody asks
+        self._logprobs: dict[int, ChatLogprobs] = {}  # by choice
+
+    def _new_logprobs(self, state: ReqState) -> dict[str, Any] | None:
+        if self._make_logprobs is None:
+            return None
+        if state.index not in self._logprobs:
+            self._logprobs[state.index] = self._make_logprobs()
+        return self._logprobs[state.index].next(state)
+
     def choice(self, state: ReqState, prompt_index: int) -> dict[str, Any]:
         message = {
             "role": "assistant",
@@ -218,7 +250,8 @@ class ChatShape:
             "reasoning_content": None,
             "tool_calls": None,
         }
-        return {"index": state.index, "message": message, "logprobs": None, **_finish(state)}
+        logprobs = self._new_logprobs(state)
+        return {"index": state.index, "message": message, "logprobs": logprobs, **_finish(state)}
 
     def chunks(
         self, state: ReqState, prompt_index: int, delta: str, is_first: bool
@@ -228,12 +261,15 @@ class ChatShape:
         deltas: list[dict[str, Any]] = []
         if is_first:
             deltas.append({"role": "assistant", "content": "", "reasoning_content": None})
-        if delta:
+        logprobs = self._new_logprobs(state)
+        if delta or logprobs:
             deltas.append({"content": delta})
         running = {"logprobs": None, "finish_reason": None, "matched_stop": None}
         chunks = [
             {"index": state.index, "delta": delta_object, **running} for delta_object in deltas
         ]
+        if logprobs:
+            chunks[-1]["logprobs"] = logprobs
         if state.finish_reason is not None:
             chunks.append({"index": state.index, "delta": {}, "logprobs": None, **_finish(state)})
         return chunks
@@ -294,6 +330,7 @@ def _call(
     prompts: list[str | list[int]],
     tenant: str | None,
     arrival_time: float,
+    logprobs: LogprobOptions | None,
 ) -> GenerateReqInput:
     """The call of a body. Without a limit, or with null, a completion may fill the context."""
     limit = body.get("max_completion_tokens")
@@ -317,6 +354,7 @@ def _call(
         priority=optional(body, "priority", int, None),
         tenant=optional(body, "user", str, tenant),
         extra_key=cache_namespace(body),
+        logprobs=[logprobs] * len(prompts),
         queue_timeout=seconds(body, "queue_timeout"),
         timeout=seconds(body, "timeout"),
         arrival_time=arrival_time,

@@ -114,6 +114,17 @@ class Tokenizer:
             pieces[-1].append(token_id)
         return "".join(self.backend.decode(piece, skip_special_tokens=False) for piece in pieces)
 
+    def token_as_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text it stands within; a special one adds its name. A character
+        may need several tokens, so these bytes may be part of one."""
+        if self.token_bytes is not None:
+            return self.token_bytes[token_id]
+        return str(self.backend.decode([token_id], skip_special_tokens=False)).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_as_bytes` as text, with U+FFFD for parts of characters."""
+        return self.token_as_bytes(token_id).decode("utf-8", "replace")
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self.chat_templates)

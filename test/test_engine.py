@@ -99,8 +99,8 @@ def test_a_refusal_is_an_exception_with_the_reason(engine):
         engine.generate("a", {"temperature": -1})
     with pytest.raises(RequestError, match="temperature"):
         list(engine.generate("a", {"temperature": -1}, stream=True))
-    with pytest.raises(RequestError, match="return_logprob"):
-        engine.generate("a", three(), return_logprob=True)
+    with pytest.raises(RequestError, match="return_hidden_states"):
+        engine.generate("a", three(), return_hidden_states=True)
     assert engine.generate("a", three())["text"] == "abc"
 
 

@@ -177,7 +177,7 @@ def test_text_parts_are_joined_and_other_parts_refused(tmp_path):
         ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens must be positive"),
         ("/v1/completions", {"prompt": "a", "max_tokens": "5"}, 'string "5"'),
         ("/v1/completions", {"prompt": "a", "max_tokens": 500}, "501 tokens"),
-        ("/v1/completions", {"prompt": "a", "logprobs": 3}, "logprobs"),
+        ("/v1/completions", {"prompt": "a", "logprobs": 30}, "logprobs"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "temperature": "hot"}, "temperature"),
         ("/v1/completions", {"prompt": "a", "n": 0}, "n must be"),

@@ -107,7 +107,7 @@ class PrefillAdder:
         others = (
             [*self.admitted] if self.chunked in self.admitted else [*self.admitted, self.chunked]
         )
-        tokens = req.tokens(req.fill_len - 1)
+        tokens = req.tokens(req.cacheable_len)
         for other in others:
             if other is None or other.extra_key != req.extra_key:
                 continue

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from srt.managers.io_struct import FinishReason, TokenizedGenerateReq
+from srt.managers.req_logprobs import ReqLogprobs
 from srt.mem_cache.radix_cache import TokenArray, TreeNode
 from srt.sampling_params import SamplingParams
 
@@ -50,6 +51,7 @@ class Req:
     extra_key: str | None = None
     tenant: str | None = None
     arrival_time: float = 0.0
+    logprobs: ReqLogprobs | None = None
     output_ids: list[int] = field(default_factory=list)
     kv: ReqKV | None = None
     finish_reason: FinishReason | None = None
@@ -75,6 +77,7 @@ class Req:
             extra_key=message.extra_key,
             tenant=message.tenant,
             arrival_time=now,
+            logprobs=ReqLogprobs.from_message(message),
             output_ids=list(message.output_ids),
             queued_at=now,
         )
@@ -87,6 +90,13 @@ class Req:
     def fill_len(self) -> int:
         """Tokens a prefill must cover: the prompt and every output so far."""
         return len(self.input_ids) + len(self.output_ids)
+
+    @property
+    def cacheable_len(self) -> int:
+        """Tokens that may come from the prefix cache: all but one, whose logits are needed, and
+        none that it is asked about."""
+        most = None if self.logprobs is None else self.logprobs.max_cached
+        return self.fill_len - 1 if most is None else min(self.fill_len - 1, most)
 
     @property
     def remaining(self) -> int:

@@ -39,14 +39,14 @@ class ReqMemory:
     def cached_len(self, req: Req) -> int:
         """Tokens of `req` the tree has now; changes nothing. A whole-prompt hit leaves one token to
         compute, for its logits."""
-        return self.tree.match_len(req.tokens(req.fill_len - 1), req.extra_key)
+        return self.tree.match_len(req.tokens(req.cacheable_len), req.extra_key)
 
     def admit(self, req: Req) -> None:
         """Give `req` a row and its cached prefix, locked. The caller has seen that a row is
         free."""
         row = self.rows.alloc()
         assert row is not None and req.kv is None, f"admit {req.rid}: row {row}, kv {req.kv}"
-        match = self.tree.match_prefix(req.tokens(req.fill_len - 1), req.extra_key)
+        match = self.tree.match_prefix(req.tokens(req.cacheable_len), req.extra_key)
         self.tree.lock(match.node)
         self.rows.write(row, 0, match.slots)
         cached = len(match.slots)

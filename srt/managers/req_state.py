@@ -5,7 +5,13 @@ from __future__ import annotations
 import time
 
 from srt.managers.detokenizer import Detokenizer
-from srt.managers.io_struct import FinishReason, FinishType, StartedInfo, TokenizedGenerateReq
+from srt.managers.io_struct import (
+    FinishReason,
+    FinishType,
+    StartedInfo,
+    TokenizedGenerateReq,
+    TokenLogprobs,
+)
 from srt.managers.stop_matcher import StopMatcher
 
 
@@ -26,9 +32,11 @@ class ReqState:
         "finished_time",
         "first_token_time",
         "index",
+        "input_logprobs",
         "is_member",
         "num_retractions",
         "output_ids",
+        "output_logprobs",
         "queue_time",
         "recomputed_tokens",
         "request",
@@ -54,6 +62,9 @@ class ReqState:
         self.detokenizer = detokenizer
         self.stop_matcher = stop_matcher  # None: nothing to look for
         self.output_ids: list[int] = []
+        # Of the prompt tokens that were asked about, and of every output; empty if nobody asked.
+        self.input_logprobs: list[TokenLogprobs] = []
+        self.output_logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self.cached_tokens = 0
@@ -73,6 +84,15 @@ class ReqState:
             self.cached_tokens = started.cached_tokens
         self.num_retractions = started.num_retractions
         self.recomputed_tokens = started.recomputed_tokens
+
+    def add_logprobs(
+        self, prompt: list[TokenLogprobs] | None, output: TokenLogprobs | None
+    ) -> None:
+        """Take what came with a token, before it is added."""
+        if prompt is not None:
+            self.input_logprobs += prompt
+        if output is not None:
+            self.output_logprobs.append(output)
 
     def add_token(self, token_id: int, finish: FinishReason | None) -> None:
         """Take one token (-1: none, the request just ends) and maybe the scheduler's finish reason.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from srt.logprob_options import LogprobOptions
 from srt.managers.io_struct import ReadyMsg, TokenizedGenerateReq
 from srt.managers.stop_matcher import StopMatcher
 from srt.model_config import ModelConfig
@@ -59,6 +60,9 @@ class GenerateReqInput:
     priority: int | None = None  # None: the server's default
     tenant: str | None = None  # whose share of the server it uses under the fair policy
     extra_key: str | None = None
+    # Of each prompt, None where nothing is asked; none at all: nobody asks.
+    logprobs: Sequence[LogprobOptions | None] = ()
+    text_in_logprobs: bool = False  # of /generate: beside a token's id its text
     # False when the text already holds what the tokenizer would add (a rendered chat template).
     add_special_tokens: bool = True
     arrival_time: float = field(default_factory=time.time)
@@ -100,6 +104,9 @@ class RequestPreparer:
         for i, (p, prompt) in enumerate(zip(params, prompts, strict=True)):
             asked = call_input.sampling_params[i].get("max_new_tokens")
             input_ids, max_new_tokens = self._fit(prompt, asked, p, limits)
+            wish = call_input.logprobs[i] if call_input.logprobs else None
+            if wish is not None:
+                wish.check(len(input_ids), self.model_config.vocab_size)
             seed = p.sampling_seed if p.sampling_seed is not None else self._seeds.getrandbits(63)
             for choice in range(p.n):
                 rid = _given_rid(call_input, i, has_choices)
@@ -117,6 +124,11 @@ class RequestPreparer:
                     extra_key=call_input.extra_key,
                     tenant=call_input.tenant,
                 )
+                if wish is not None:
+                    request.return_logprob = True
+                    request.logprob_start_len = wish.start
+                    request.top_logprobs_num = wish.num_top
+                    request.token_ids_logprob = wish.token_ids
                 given = call_input.prompts[i]
                 text = given if isinstance(given, str) else None
                 members.append(PreparedReq(rid or request.rid, request, _stop_matcher(p), text))

@@ -130,7 +130,7 @@ class LongestPrefixMatch(SchedulePolicy):
         return iter(sorted(self._queue.values(), key=self._rank))
 
     def _rank(self, req: Req) -> tuple[bool, int]:
-        matched = self._tree.match_len(req.tokens(req.fill_len - 1), req.extra_key)
+        matched = self._tree.match_len(req.tokens(req.cacheable_len), req.extra_key)
         return req.num_retractions == 0, -matched
 
 

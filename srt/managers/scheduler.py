@@ -29,6 +29,7 @@ from srt.managers.io_struct import (
 )
 from srt.managers.phase_policy import PassStats, PhasePolicy, PhaseState
 from srt.managers.req import Blocker, Req
+from srt.managers.req_logprobs import LogprobPlan
 from srt.managers.req_memory import ReqMemory
 from srt.managers.retraction import Retraction, RetractionPolicy
 from srt.managers.schedule_batch import ModelLimits, ScheduleBatch, to_device
@@ -102,6 +103,7 @@ class Scheduler:
         self.chunked_req: Req | None = None
         self.in_flight: Pass | None = None  # launched, tokens not processed
         self.live: dict[str, Req] = {}  # every request without a terminal output
+        self._num_asking = 0  # of them, who wants logprobs
         self.paused = False
         self.counters = SchedulerCounters()
         # Rows of req_to_token whose request ended; batches drop them at the next choice.
@@ -215,6 +217,7 @@ class Scheduler:
         req = Req.from_message(message, room if asked is None else min(asked, room), self.clock())
         assert req.rid not in self.live, f"rid {req.rid} is live already"
         self.live[req.rid] = req
+        self._num_asking += req.logprobs is not None
         self.recorder.on_arrival(req)
         self.waiting_queue.append(req)
 
@@ -516,6 +519,8 @@ class Scheduler:
         """Start the pass. Its tokens stay on the device: the next pass may read them there."""
         batch = chosen.batch
         self.phase.on_launch(chosen.is_extend)
+        if self._num_asking:
+            self._ask_logprobs(chosen)
         next_token_ids = self.runner.step(chosen.forward)
         if chosen.sampling_rows is not None:
             rows = to_device(np.array(chosen.sampling_rows, dtype=np.int64), self.model.device)
@@ -528,6 +533,16 @@ class Scheduler:
         self.counters.row_steps += len(batch) + padding
         if chosen.is_extend:
             self.last_batch = batch
+
+    def _ask_logprobs(self, chosen: Pass) -> None:
+        forward, rows = chosen.forward, chosen.sampling_rows
+        lens = forward.extend_lens_cpu
+        starts = [end - n for end, n in zip(forward.seq_lens_cpu, lens, strict=True)]
+        reqs = chosen.batch.reqs
+        sampling = range(len(reqs)) if rows is None else rows
+        chosen.logprobs = LogprobPlan.of(reqs, starts, lens, sampling, self.model.device)
+        if chosen.logprobs is not None:
+            forward.logprobs = chosen.logprobs.query
 
     # --- process ---
 
@@ -557,6 +572,9 @@ class Scheduler:
                 self.admission.observe_end(batch.reqs[row])
                 out.finished[at] = reason
                 done.record.finished[batch.rids[row]] = reason.type.value
+        if done.logprobs is not None:
+            found = done.logprobs.settle(dict(zip(batch.rids, tokens, strict=True)))
+            out.output_logprobs = {i: found[rid] for i, rid in enumerate(out.rids) if rid in found}
         if done.extended:
             self._settle_extended(done, out)
         if out.rids:
@@ -572,11 +590,12 @@ class Scheduler:
                 if req.max_new_tokens == 0 and req is not done.chunked:
                     self._end(req, FinishReason(FinishType.LENGTH))
                     done.record.finished[req.rid] = FinishType.LENGTH.value
-                    self._send_end(req.rid, req.finish_reason, self._started.pop(req.rid))
-        extended = {req.rid for req in done.extended}
+                    self._send_end(req.rid, req.finish_reason, self._started.pop(req.rid), req)
+        extended = {req.rid: req for req in done.extended}
         for at, rid in enumerate(out.rids):
             if rid in extended:
                 out.started[at] = self._started.pop(rid)
+                _tell_prompt_logprobs(extended[rid], out, at)
 
     def _note_pass(self, done: Pass, num_tokens: int) -> None:
         now = self.clock()
@@ -609,15 +628,22 @@ class Scheduler:
             self.in_flight.has_late_ends = True
         self.counters.on_end(reason)
         del self.live[req.rid]
+        self._num_asking -= req.logprobs is not None
 
     def _send_end(
-        self, rid: str, reason: FinishReason | None, started: StartedInfo | None = None
+        self,
+        rid: str,
+        reason: FinishReason | None,
+        started: StartedInfo | None = None,
+        req: Req | None = None,
     ) -> None:
-        """A terminal output without a token."""
+        """A terminal output without a token. `req`: tell what it knows about its prompt."""
         assert reason is not None, f"{rid} has no finish reason"
         out = BatchTokenOut([rid], [-1], {0: reason})
         if started is not None:
             out.started[0] = started
+        if req is not None:
+            _tell_prompt_logprobs(req, out, 0)
         self.channel.send(out)
 
     # --- rest ---
@@ -674,3 +700,8 @@ class Scheduler:
         if self.admission.decode_turn:
             return [refused_entry(oldest, Blocker("decode_turn", 1, 0))]
         return refused_entries(self.admission.refused)
+
+
+def _tell_prompt_logprobs(req: Req, out: BatchTokenOut, at: int) -> None:
+    if req.logprobs is not None and req.logprobs.prompt:
+        out.input_logprobs[at] = req.logprobs.take_prompt()

@@ -9,6 +9,7 @@ import torch
 from srt.forward_batch import ForwardBatch
 from srt.journal import StepRecord
 from srt.managers.req import Req
+from srt.managers.req_logprobs import LogprobPlan
 from srt.managers.schedule_batch import ScheduleBatch
 
 
@@ -25,6 +26,7 @@ class Pass:
     chunked: Req | None = None  # of `extended`, who is in mid-chunk after it
     sampling_rows: list[int] | None = None  # rows of `forward` that sample; None: all
     next_token_ids: torch.Tensor | None = None  # [len(batch)] on the device, once launched
+    logprobs: LogprobPlan | None = None  # None: nobody asks
     has_late_ends: bool = False  # someone in it ended after its launch
 
     @property

@@ -444,6 +444,7 @@ class TokenizerManager:
     def _dispatch_tokens(self, out: BatchTokenOut) -> None:
         # Hot: runs once a token. The tables are empty in almost every pass.
         rid_to_live, started, finished = self._rid_to_live, out.started, out.finished
+        has_logprobs = bool(out.output_logprobs or out.input_logprobs)
         now = time.monotonic()
         self.metrics.on_pass(len(out.rids), now)
         for i, rid in enumerate(out.rids):
@@ -458,6 +459,8 @@ class TokenizerManager:
                 if started and i in started:
                     state.start(started[i])
                     self._note_admission(live)
+                if has_logprobs:
+                    state.add_logprobs(out.input_logprobs.get(i), out.output_logprobs.get(i))
                 state.add_token(out.token_ids[i], reason)
             except StopRegexTimeout as error:
                 _end_with_error(state, str(error), 400)

@@ -1,0 +1,56 @@
+"""Log-probabilities of tokens from logits, a block of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from srt.layers.sampler import MAX_BLOCK_ELEMENTS
+from srt.logprob_query import LogprobAnswer, LogprobQuery
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # hidden [b, size] -> [b, vocab] float32
+
+
+def answer_query(
+    query: LogprobQuery,
+    hidden: torch.Tensor,
+    logits_of: LogitsOf,
+    logits: torch.Tensor | None,
+    next_token_ids: torch.Tensor,
+    vocab_size: int,
+) -> LogprobAnswer:
+    """`hidden` [n, size] of all new tokens; `logits` [b, vocab] of each request's last one, None if
+    nothing was sampled; `next_token_ids` [b]. Never holds more than one block of [rows, vocab]
+    beside `logits`."""
+    block = max(1, MAX_BLOCK_ELEMENTS // vocab_size)
+    targets = torch.cat([query.targets, next_token_ids[query.sampled_rows]])
+    num_prompt = len(query.targets)
+
+    def blocks() -> Iterator[torch.Tensor]:
+        for start in range(0, num_prompt, block):
+            yield logits_of(hidden[query.hidden_rows[start : start + block]])
+        for start in range(0, len(query.sampled_rows), block):
+            assert logits is not None, "sampled without logits"
+            yield logits[query.sampled_rows[start : start + block]]
+
+    chosen, top, top_ids, extra = [], [], [], []
+    begin = 0
+    for rows in blocks():
+        end = begin + len(rows)
+        norm = rows.logsumexp(dim=-1)
+        chosen.append(rows.gather(1, targets[begin:end, None])[:, 0] - norm)
+        best = rows.topk(min(query.num_top, vocab_size), dim=-1)
+        top.append(best.values - norm[:, None])
+        top_ids.append(best.indices)
+        if len(query.extra_ids):
+            within = (query.extra_questions >= begin) & (query.extra_questions < end)
+            question = query.extra_questions[within] - begin
+            extra.append(rows[question, query.extra_ids[within]] - norm[question])
+        begin = end
+    return LogprobAnswer(
+        torch.cat(chosen),
+        torch.cat(top),
+        torch.cat(top_ids),
+        torch.cat(extra) if extra else targets.new_zeros(0, dtype=torch.float32),
+    )
