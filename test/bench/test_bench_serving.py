@@ -110,12 +110,17 @@ def test_missing_counts_are_replaced_by_our_own_and_the_report_says_so(bench, ba
 
 FAILURES = {
     "error_event": ("error_event", "prompt too long"),
+    "error_named": ("error_event", "out of memory"),
+    "error_field": ("error_event", "out of memory"),
     "http_400": ("http_400", "refused with 400"),
     "http_503": ("http_503", "refused with 503"),
     "empty": ("empty", "without a single token"),
     "truncated": ("truncated", "without [DONE]"),
     "broken": ("connection", ""),
     "abort": ("abort", ""),
+    "abort_word": ("abort", "finish_reason abort"),
+    "cancelled": ("abort", "finish_reason cancelled"),
+    "web_page": ("empty", "<html>Who are you?"),
     "malformed": ("malformed", "not JSON"),
 }
 
@@ -142,6 +147,33 @@ def test_a_run_in_which_all_fail_is_reported_and_exits_with_an_error(bench, back
     assert report[kind] == "4"
     assert "4 requests failed, --max-failures is 0" in outcome.printed
     assert "warm-up requests failed" in outcome.printed
+
+
+@pytest.mark.parametrize("backend", ["sglang-oai", "vllm-chat"])
+def test_numbers_in_place_of_text_fail_the_request_and_not_the_run(bench, backend):
+    with StubServer("not_text") as server:
+        outcome = bench(server, "--backend", backend)
+    assert (outcome.code, outcome.result["failures_by_kind"]) == (1, {"malformed": 4})
+
+
+@pytest.mark.parametrize("backend", ["sglang-oai", "vllm-chat"])
+def test_an_answer_has_ended_with_its_finish_reason_and_not_with_its_last_text(bench, backend):
+    with StubServer("silent_tail") as server:
+        outcome = bench(server, "--backend", backend)
+    result = outcome.result
+    assert (outcome.code, result["total_output_tokens"]) == (0, 4 * OUTPUT_LEN)
+    times = zip(result["e2e_latencies"], result["ttfts"], strict=True)
+    assert min(e2e - ttft for e2e, ttft in times) > 0.08
+
+
+def test_an_answer_without_text_has_a_latency_and_does_not_spoil_the_others(bench):
+    with StubServer("no_text") as server:
+        outcome = bench(server, "--backend", "sglang-oai")
+    result = outcome.result
+    assert (outcome.code, result["completed"]) == (0, 4)
+    assert result["mean_e2e_latency_ms"] > 0
+    assert result["concurrency"] > 0
+    assert result["mean_ttft_ms"] is None, "no first text was seen"
 
 
 def test_an_answer_stopped_by_nan_is_a_failure(bench):
