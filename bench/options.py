@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -409,6 +410,10 @@ class Options:
         if name in Options.__dataclass_fields__:
             for value in values:  # each value as good as if it had been given alone
                 dataclasses.replace(self, sweep=None, **_NO_SWEEP, **{name: value}).check()
+        try:
+            shlex.split(self.sweep_launch or "")
+        except ValueError as error:
+            raise OptionError(f"--sweep-launch {self.sweep_launch}: {error}") from None
         if self.sweep_launch is not None and (self.base_url, self.port) != (None, None):
             raise OptionError("--sweep-launch picks a port; leave out --base-url and --port")
         if self.output_file is not None or self.output_details:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.server_routes import ASK_TIMEOUT
 
 # Often enough to see a peak, seldom enough not to be a load itself.
-SAMPLE_PERIOD_S = 0.5
+SAMPLE_PERIOD_S = 0.1
 RUNNING = ("sglang:num_running_reqs", "vllm:num_requests_running")
 QUEUED = ("sglang:num_queue_reqs", "vllm:num_requests_waiting")
 USAGE = ("sglang:token_usage", "vllm:kv_cache_usage_perc")
@@ -52,13 +52,13 @@ def read_values(metrics: str) -> dict[str, float]:
 
 
 @contextmanager
-def sample_load(url: str, headers: dict[str, str]) -> Iterator[LoadPeaks]:
-    """Sample `url`/metrics on the running event loop until the context ends. A server that does not
-    answer is asked again; the peaks then stay None."""
-    peaks = LoadPeaks()
+def sample_load(url: str, headers: dict[str, str], peaks: LoadPeaks) -> Iterator[None]:
+    """Sample `url`/metrics into `peaks` on the running event loop until the context ends. A server
+    that does not answer is asked again; the peaks then stay None, as in a context shorter than one
+    period."""
     task = asyncio.get_running_loop().create_task(_keep_sampling(url, headers, peaks))
     try:
-        yield peaks
+        yield
     finally:
         task.cancel()
 
@@ -67,13 +67,14 @@ async def _keep_sampling(url: str, headers: dict[str, str], peaks: LoadPeaks) ->
     # A session of its own: the pool of the load generator is for the load.
     async with aiohttp.ClientSession(timeout=ASK_TIMEOUT, headers=headers) as http:
         while True:
+            # First, since nothing runs yet when a run begins.
+            await asyncio.sleep(SAMPLE_PERIOD_S)
             try:
                 async with http.get(f"{url}/metrics") as response:
                     if response.status == 200:
                         peaks.add(read_values(await response.text()))
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError):
                 pass  # not up yet, or not of this kind: the peaks stay what they are
-            await asyncio.sleep(SAMPLE_PERIOD_S)
 
 
 def _first(values: dict[str, float], names: tuple[str, ...]) -> float | None:
