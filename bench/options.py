@@ -311,6 +311,10 @@ class Options:
             file = Path(self.output_file)
             if file.is_dir() or not file.parent.is_dir():
                 raise OptionError(f"--output-file {file}: not a file in a folder that exists")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise OptionError(
+                f"--base-url {self.base_url}: expected http://HOST:PORT or https://..."
+            )
         if self.port is not None and not 0 < self.port < 65536:
             raise OptionError(f"--port must be in [1, 65535], got {self.port}")
 

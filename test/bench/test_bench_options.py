@@ -38,6 +38,7 @@ def test_every_field_is_an_option_with_a_help_text():
         (["--stall-timeout-sec", "inf"], "--stall-timeout-sec must be a number above 0"),
         (["--max-failures", "-2"], "--max-failures must be at least -1, got -2"),
         (["--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
+        (["--base-url", "localhost:80"], "--base-url localhost:80: expected http://"),
         (["--port", "70000"], "--port must be in [1, 65535], got 70000"),
         (["--burstiness", "0.5"], "--burstiness needs a finite --request-rate"),
         (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
