@@ -19,7 +19,8 @@ from bench.backends import build_body
 from bench.datasets import build_dataset
 from bench.load import LoadRun, Target, open_session, raise_file_limit
 from bench.metrics import RequestRecord, summarize
-from bench.options import OptionError, Options, parse_options
+from bench.option_fields import OptionError
+from bench.options import Options, parse_options
 from bench.report import format_report
 from bench.result import Run
 from bench.result_json import default_output_file, json_line

@@ -6,15 +6,16 @@ import argparse
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import orjson
 
 from bench.arrivals import Ramp
 from bench.backends import BACKENDS, ApiKind, Backend
+from bench.option_fields import OptionError, Parser, flag, option, rate, refuse_unsupported
 
 DATASETS = (
     "sharegpt",
@@ -28,46 +29,6 @@ DATASETS = (
 )
 FILE_DATASETS = ("sharegpt", "custom", "openai", "mooncake", "agentic-trace")
 SLO_NAMES = ("ttft", "tpot", "e2el")
-
-# Options of SGLang's benchmark that need a feature we do not have. They are refused by name, since
-# a benchmark that drops an option measures something else than what was asked. A name that ends in
-# "-" stands for its whole family.
-UNSUPPORTED = {
-    "--lora-": "LoRA adapters are not driven by this load generator",
-    "--profile": "profiling is not started from here; POST /start_profile to the server yourself",
-    "--plot-throughput": "write the JSON line with --output-details and plot that instead",
-    "--pd-separated": "disaggregated prefill and decode is not driven by this load generator",
-    "--fake-prefill": "disaggregated prefill and decode is not driven by this load generator",
-    "--image-": "image prompts are not generated here",
-    "--random-image-": "image prompts are not generated here",
-    "--speed-bench-": "the speed-bench set lives on a hub; convert it to --dataset-name openai",
-    "--mooncake-workload": "traces are not downloaded; pass the file with --dataset-path",
-    "--rust-client": "there is one client, in Python; see the client CPU share in the report",
-}
-
-
-class OptionError(ValueError):
-    """A user's mistake on the command line; the message names the option, the value and the
-    limit."""
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    kind: Callable[[str], Any] | None = None,
-    choices: Sequence[str] | None = None,
-    many: bool = False,
-) -> Any:
-    """A field that becomes `--its-name`. `many` takes one or more values into a tuple."""
-    return dataclasses.field(
-        default=default,
-        metadata={"help": help, "kind": kind, "choices": choices, "many": many},
-    )
-
-
-def rate(text: str) -> float:
-    return math.inf if text in ("inf", "Inf", "Infinity", "infinity") else float(text)
 
 
 @dataclass(frozen=True)
@@ -428,10 +389,6 @@ class Options:
             raise OptionError(f"--sweep-output {self.sweep_output}: its folder does not exist")
 
 
-def flag(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
 # What a single run of a sweep leaves out.
 _NO_SWEEP: dict[str, Any] = {"sweep_launch": None, "sweep_output": None, "sweep_repeats": 1}
 _NOT_SWEPT = ("backend", "base_url", "host", "port", "output_file", "seed", "tag", "model")
@@ -473,13 +430,6 @@ def _number_or_word(word: str) -> int | float | str:
     return word
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that one place decides what an error looks like."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="bench_serving",
@@ -501,15 +451,6 @@ def build_parser() -> argparse.ArgumentParser:
             help=meta["help"],
         )
     return parser
-
-
-def refuse_unsupported(argv: Sequence[str]) -> None:
-    for argument in argv:
-        name = argument.partition("=")[0]
-        for known, reason in UNSUPPORTED.items():
-            family = known.endswith("-") or known == "--profile"
-            if name == known or (family and name.startswith(known)):
-                raise OptionError(f"{name} is not supported: {reason}")
 
 
 def parse_options(argv: Sequence[str]) -> Options:

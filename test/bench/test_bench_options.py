@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from bench.options import OptionError, Options, build_parser, parse_options
+from bench.option_fields import OptionError
+from bench.options import Options, build_parser, parse_options
 
 
 def test_defaults_are_those_of_sglangs_benchmark():

@@ -13,7 +13,8 @@ from stub_server import StubServer
 
 from bench import sweep as sweep_module
 from bench.bench_serving import main
-from bench.options import OptionError, parse_options, parse_sweep
+from bench.option_fields import OptionError
+from bench.options import parse_options, parse_sweep
 from bench.server_load import LoadPeaks, read_values
 from bench.server_routes import ServerError
 from bench.sweep_points import COLUMNS, Point, find_knee, remarks
