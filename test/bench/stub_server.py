@@ -18,6 +18,7 @@ MODES = {
     "error_field": "the same in a field `error`, as llama.cpp once had it",
     "http_400": "refused with 400",
     "http_503": "refused with 503",
+    "no_key": "401 for whoever asks for the models",
     "comments": "comment lines between the events, as keep-alives",
     "event_lines": "event:, id: and retry: fields before data",
     "crlf": "lines end in CR LF",
@@ -122,6 +123,8 @@ class StubServer:
         return body
 
     async def models(self, request: web.Request) -> web.Response:
+        if self.mode == "no_key":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "stub-model"}]})
 
     async def model_info(self, request: web.Request) -> web.Response:

@@ -310,6 +310,13 @@ def test_a_server_that_is_not_there_is_named(bench):
     assert outcome.result is None
 
 
+def test_a_missing_key_is_said_at_once_and_not_waited_for(bench):
+    with StubServer("no_key") as server:
+        outcome = bench(server, "--ready-check-timeout-sec", "30")
+    assert (outcome.code, outcome.result) == (1, None)
+    assert "answered 401" in outcome.errors and "OPENAI_API_KEY" in outcome.errors
+
+
 def test_no_tokenizer_anywhere_is_an_error_that_says_what_to_pass(bench):
     with StubServer(tokenize=False) as server:
         outcome = bench(server)
