@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from stub_server import StubServer
 
+from bench import server_load
 from bench import sweep as sweep_module
 from bench.bench_serving import main
 from bench.option_fields import OptionError
@@ -43,9 +44,10 @@ def points(**rates: float) -> list[Point]:
 
 
 def test_each_value_is_patched_measured_and_written_and_the_old_one_restored(
-    tmp_path, capsys, no_picture
+    tmp_path, capsys, no_picture, monkeypatch
 ):
-    with StubServer(pace=0.06) as server:  # longer than a sample of the load takes to come
+    monkeypatch.setattr(server_load, "SAMPLE_PERIOD_S", 0.02)
+    with StubServer(pace=0.06) as server:  # a run of several samples
         code = sweep(server, tmp_path / "s", "--sweep", "max-running-requests=1,3")
         assert code == 0, capsys.readouterr()
         assert [patch["max_running_requests"] for patch in server.patches] == [1, 3, 8]
@@ -278,6 +280,9 @@ def test_metrics_are_summed_over_label_sets_and_unknown_ones_leave_the_peaks_emp
     peaks.add(read_values(text))
     peaks.add(read_values('sglang:num_running_reqs{tp_rank="0"} 2\n'))
     assert (peaks.running, peaks.queued, peaks.usage, peaks.num_samples) == (7, None, None, 2)
+    assert read_values("# HELP x y\nother 3\nvllm:num_requests_waiting 2\n") == {
+        "vllm:num_requests_waiting": 2
+    }
 
 
 def test_values_have_the_kind_of_the_option_they_stand_for():
