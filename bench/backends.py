@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 # An error body can be a whole HTML page; a report wants its first words.
 MAX_ERROR_CHARS = 500
+MAX_HEAD_BYTES = 120
+# Reasons that no finished answer has; a client's own abort is never seen by the client.
+FAILED_REASONS = ("abort", "aborted", "cancelled", "canceled", "error")
 
 
 class ApiKind(Enum):
@@ -147,6 +150,7 @@ class Answer:
     cached_tokens: int | None = None
     retractions: int | None = None
     finish_reason: str | None = None
+    head: bytes = b""  # how the body begins, to be shown if it holds no answer
     has_output: bool = False
     done: bool = False  # saw [DONE], or the body was one whole JSON document
     failure: tuple[str, str] | None = None  # kind, message
@@ -155,6 +159,14 @@ class Answer:
     @property
     def text(self) -> str:
         return self.assembler.text
+
+    def keep_head(self, block: bytes) -> None:
+        self.head = self.head or block[:MAX_HEAD_BYTES]
+
+    def finish(self, reason: str, message: Any = None) -> None:
+        self.finish_reason = reason
+        if reason in FAILED_REASONS:
+            self.fail("abort", str(message or f"finish_reason {reason}"))
 
     def fail(self, kind: str, message: str) -> None:
         """The first failure is the cause; what follows from it is noise."""
@@ -204,13 +216,11 @@ def read_generate(event: dict[str, Any], answer: Answer) -> bool:
         answer.assembler.push(text)
     finish = meta.get("finish_reason")
     if isinstance(finish, dict):
-        answer.finish_reason = str(finish.get("type"))
-        if answer.finish_reason == "abort":
-            answer.fail("abort", str(finish.get("message")))
-        elif finish.get("matched") == "NaN happened":
+        answer.finish(str(finish.get("type")), finish.get("message"))
+        if finish.get("matched") == "NaN happened":
             answer.fail("nan", "the server stopped the answer: NaN happened")
     elif isinstance(finish, str):
-        answer.finish_reason = finish
+        answer.finish(finish)
     if count is not None:
         return count > (before or 0)
     return bool(text) and (answer.assembler.pieces is not None or text != old_text)
@@ -233,14 +243,13 @@ def read_usage(event: dict[str, Any], answer: Answer) -> None:
 
 
 def choice_text(choice: dict[str, Any]) -> str:
-    """Everything a choice adds that the model produced: text, content, reasoning, tool calls."""
+    """Everything a choice adds that the model produced: text, content, reasoning, a refusal, tool
+    calls. TypeError for anything but text where text belongs."""
     message = choice.get("delta") or choice.get("message")
     if not isinstance(message, dict):
-        return choice.get("text") or ""
+        return "" + (choice.get("text") or "")
     text = "".join(
-        part
-        for key in ("reasoning_content", "reasoning", "content")
-        if isinstance(part := message.get(key), str)
+        message.get(key) or "" for key in ("reasoning_content", "reasoning", "content", "refusal")
     )
     for call in message.get("tool_calls") or []:
         function = call.get("function") or {}
@@ -261,11 +270,8 @@ def read_openai(event: dict[str, Any], answer: Answer) -> bool:
             answer.assembler.become_incremental()
             answer.assembler.push(text)
             brought = True
-        finish = choice.get("finish_reason")
-        if finish:
-            answer.finish_reason = str(finish)
-            if finish in ("abort", "error"):
-                answer.fail("abort", f"finish_reason {finish}")
+        if choice.get("finish_reason"):
+            answer.finish(str(choice["finish_reason"]))
     # With continuous usage a token whose text is held back is seen by its count.
     counted = before is not None and answer.tokens is not None and answer.tokens > before
     return brought or (counted and bool(event.get("choices")))
@@ -312,7 +318,8 @@ def judge(
         return Status.ERROR, *answer.failure
     produced = answer.tokens
     if not answer.has_output and not produced:
-        return Status.ERROR, "empty", "the answer ended without a single token"
+        body = f"the body begins {answer.head!r}" if answer.head else "the body is empty"
+        return Status.ERROR, "empty", f"the answer ended without a single token; {body}"
     ended = answer.done or answer.finish_reason is not None
     if not ended and (produced is None or produced < requested):
         return Status.ERROR, "truncated", "the stream ended without [DONE] or a finish reason"

@@ -120,7 +120,8 @@ def measure_latency(
         for _ in range(repeats):
             prompts = random_prompts([input_len] * size, vocab_size, rng)
             prefill.append(generate(engine, prompts, [1] * size))
-            engine.flush_cache(timeout=10.0)  # or the second prefill would be a cache hit
+            if not engine.flush_cache(timeout=10.0):
+                raise RuntimeError("the cache was not emptied: the next prefill would be a hit")
             whole.append(generate(engine, prompts, [output_len] * size))
         seconds, first = statistics.median(whole), statistics.median(prefill)
         steps = output_len - 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,8 @@ from bench.backends import build_body
 from bench.datasets import build_dataset
 from bench.load import LoadRun, Target, open_session, raise_file_limit
 from bench.metrics import RequestRecord, summarize
-from bench.options import OptionError, Options, parse_options
+from bench.option_fields import OptionError
+from bench.options import Options, parse_options
 from bench.report import format_report
 from bench.result import Run
 from bench.result_json import default_output_file, json_line
@@ -141,8 +142,11 @@ def retokenize(records: Sequence[RequestRecord], tokenizer: TextTokenizer) -> li
     return []
 
 
-async def benchmark(options: Options) -> Run:
-    """Prepare, warm up, send, count. Raises ServerError, DatasetError, TokenizerError."""
+async def benchmark(
+    options: Options, while_sending: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Run:
+    """Prepare, warm up, send, count; what `while_sending` makes is open during the timed part.
+    Raises ServerError, DatasetError, TokenizerError."""
     headers = request_headers(options)
     raise_file_limit()
     async with open_session() as http:
@@ -177,7 +181,7 @@ async def benchmark(options: Options) -> Run:
             on_end=print_record if options.print_requests else None,
         )
         retracted_before = await retraction_counter(http, options.url, headers)
-        with progress(run, dataset.num_requests, not options.disable_tqdm):
+        with progress(run, dataset.num_requests, not options.disable_tqdm), while_sending():
             result = await run.run(dataset.sessions, times)
         # After the timed part: a slow answer must not count.
         retracted_after = await retraction_counter(http, options.url, headers)

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from bench.backends import BACKENDS
 from bench.bench_serving import EXIT_FAILURES, EXIT_INTERRUPTED, EXIT_USAGE, benchmark, run_loop
 from bench.metrics import Spread, Summary
-from bench.options import OptionError, Options, parse_options
+from bench.option_fields import OptionError
+from bench.options import Options, parse_options
 from bench.server_routes import ServerError
 from bench.sessions import DatasetError
 from bench.sharegpt_file import ShareGptError

@@ -17,7 +17,7 @@ import orjson
 from bench.backends import MAX_ERROR_CHARS, Answer, ApiKind, error_message, judge, read_event
 from bench.metrics import RequestRecord, Status
 from bench.sessions import Prompt, Session, Turn
-from bench.sse import SseDecoder
+from bench.sse import Event, SseDecoder
 
 # Below the 5 s after which common servers close an idle connection: sending on one that is being
 # closed would be a failure of ours.
@@ -262,8 +262,9 @@ class LoadRun:
                 else:
                     record.streamed = False
                     data = await response.read()
+                    answer.keep_head(data)
                     answer.done = True
-                    self.take([data], record, answer)
+                    self.take([Event(data)], record, answer)
         except (aiohttp.ClientError, OSError) as error:
             answer.fail("connection", f"{type(error).__name__}: {error}")
         except ValueError as error:
@@ -274,6 +275,7 @@ class LoadRun:
     ) -> None:
         decoder = SseDecoder()
         async for block in response.content.iter_any():
+            answer.keep_head(block)
             self.take(decoder.feed(block), record, answer)
             if answer.done or answer.failure is not None:
                 record.ended_at = self.now()
@@ -283,14 +285,19 @@ class LoadRun:
                 return
         self.take(decoder.finish(), record, answer)
 
-    def take(self, events: list[bytes], record: RequestRecord, answer: Answer) -> None:
+    def take(self, events: list[Event], record: RequestRecord, answer: Answer) -> None:
         """Read events that arrived together; what they bring is one chunk."""
         now, before, brought = self.now(), answer.tokens or 0, False
-        for data in events:
-            if data.strip() == b"[DONE]":
+        for event in events:
+            if event.data.strip() == b"[DONE]":
                 answer.done = True
                 break
-            brought = read_event(self.target.kind, data, answer) or brought
+            if event.is_error:
+                answer.fail("error_event", body_error(event.data))
+            else:
+                brought = read_event(self.target.kind, event.data, answer) or brought
+            if answer.finish_reason is not None and record.finished_at is None:
+                record.finished_at = now
             if answer.failure is not None:
                 break
         if not brought:

@@ -38,6 +38,7 @@ class RequestRecord:
     scheduled_at: float  # when the arrival process wanted it sent
     sent_at: float = 0.0
     ended_at: float = 0.0
+    finished_at: float | None = None  # when the server gave its finish reason
     permit_wait: float = 0.0  # held back by --max-concurrency
     streamed: bool = True
     chunk_times: list[float] = field(default_factory=list)
@@ -77,9 +78,16 @@ class RequestRecord:
         return self.prompt_len if self.input_tokens is None else self.input_tokens
 
     @property
+    def last_token_at(self) -> float:
+        """The OpenAI routes do not show a token without text (a special one behind an ignored end
+        of text): the last one has come when the finish reason has, not with the last text."""
+        seen = [*self.chunk_times[-1:], *([] if self.finished_at is None else [self.finished_at])]
+        return max(seen, default=self.ended_at if self.completed else math.nan)
+
+    @property
     def e2e(self) -> float:
-        """Seconds from send to the last token."""
-        return self.chunk_times[-1] - self.sent_at if self.chunk_times else math.nan
+        """Seconds from send to the last token; not a number if a failed request saw none."""
+        return self.last_token_at - self.sent_at
 
     @property
     def ttft(self) -> float | None:
@@ -93,7 +101,7 @@ class RequestRecord:
         in one chunk: no interval was seen, and a 0 would flatter."""
         if not self.streamed or len(self.chunk_times) < 2 or self.output_len < 2:
             return None
-        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_len - 1)
+        return (self.last_token_at - self.chunk_times[0]) / (self.output_len - 1)
 
     @property
     def send_lag(self) -> float:

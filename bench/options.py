@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import orjson
 
 from bench.arrivals import Ramp
 from bench.backends import BACKENDS, ApiKind, Backend
+from bench.option_fields import OptionError, Parser, flag, option, rate, refuse_unsupported
 
 DATASETS = (
     "sharegpt",
@@ -27,46 +29,6 @@ DATASETS = (
 )
 FILE_DATASETS = ("sharegpt", "custom", "openai", "mooncake", "agentic-trace")
 SLO_NAMES = ("ttft", "tpot", "e2el")
-
-# Options of SGLang's benchmark that need a feature we do not have. They are refused by name, since
-# a benchmark that drops an option measures something else than what was asked. A name that ends in
-# "-" stands for its whole family.
-UNSUPPORTED = {
-    "--lora-": "LoRA adapters are not driven by this load generator",
-    "--profile": "profiling is not started from here; POST /start_profile to the server yourself",
-    "--plot-throughput": "write the JSON line with --output-details and plot that instead",
-    "--pd-separated": "disaggregated prefill and decode is not driven by this load generator",
-    "--fake-prefill": "disaggregated prefill and decode is not driven by this load generator",
-    "--image-": "image prompts are not generated here",
-    "--random-image-": "image prompts are not generated here",
-    "--speed-bench-": "the speed-bench set lives on a hub; convert it to --dataset-name openai",
-    "--mooncake-workload": "traces are not downloaded; pass the file with --dataset-path",
-    "--rust-client": "there is one client, in Python; see the client CPU share in the report",
-}
-
-
-class OptionError(ValueError):
-    """A user's mistake on the command line; the message names the option, the value and the
-    limit."""
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    kind: Callable[[str], Any] | None = None,
-    choices: Sequence[str] | None = None,
-    many: bool = False,
-) -> Any:
-    """A field that becomes `--its-name`. `many` takes one or more values into a tuple."""
-    return dataclasses.field(
-        default=default,
-        metadata={"help": help, "kind": kind, "choices": choices, "many": many},
-    )
-
-
-def rate(text: str) -> float:
-    return math.inf if text in ("inf", "Inf", "Infinity", "infinity") else float(text)
 
 
 @dataclass(frozen=True)
@@ -310,6 +272,10 @@ class Options:
             file = Path(self.output_file)
             if file.is_dir() or not file.parent.is_dir():
                 raise OptionError(f"--output-file {file}: not a file in a folder that exists")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise OptionError(
+                f"--base-url {self.base_url}: expected http://HOST:PORT or https://..."
+            )
         if self.port is not None and not 0 < self.port < 65536:
             raise OptionError(f"--port must be in [1, 65535], got {self.port}")
 
@@ -409,6 +375,10 @@ class Options:
         if name in Options.__dataclass_fields__:
             for value in values:  # each value as good as if it had been given alone
                 dataclasses.replace(self, sweep=None, **_NO_SWEEP, **{name: value}).check()
+        try:
+            shlex.split(self.sweep_launch or "")
+        except ValueError as error:
+            raise OptionError(f"--sweep-launch {self.sweep_launch}: {error}") from None
         if self.sweep_launch is not None and (self.base_url, self.port) != (None, None):
             raise OptionError("--sweep-launch picks a port; leave out --base-url and --port")
         if self.output_file is not None or self.output_details:
@@ -417,10 +387,6 @@ class Options:
             )
         if self.sweep_output is not None and not Path(self.sweep_output).parent.is_dir():
             raise OptionError(f"--sweep-output {self.sweep_output}: its folder does not exist")
-
-
-def flag(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
 
 
 # What a single run of a sweep leaves out.
@@ -464,13 +430,6 @@ def _number_or_word(word: str) -> int | float | str:
     return word
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that one place decides what an error looks like."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="bench_serving",
@@ -492,15 +451,6 @@ def build_parser() -> argparse.ArgumentParser:
             help=meta["help"],
         )
     return parser
-
-
-def refuse_unsupported(argv: Sequence[str]) -> None:
-    for argument in argv:
-        name = argument.partition("=")[0]
-        for known, reason in UNSUPPORTED.items():
-            family = known.endswith("-") or known == "--profile"
-            if name == known or (family and name.startswith(known)):
-                raise OptionError(f"{name} is not supported: {reason}")
 
 
 def parse_options(argv: Sequence[str]) -> Options:

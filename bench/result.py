@@ -86,14 +86,13 @@ def warnings(run: Run) -> list[str]:
     if longer:
         found.append(f"{longer} answers had more tokens than demanded")
     retokenized, total = summary.total_output_tokens_retokenized, summary.total_output_tokens
-    if retokenized is not None and total and "server" in summary.token_sources:
-        gap = abs(retokenized - total) / total
-        if gap > RETOKENIZED_WARNING:
-            found.append(
-                f"the texts hold {retokenized} tokens and the server counted {total}: text was "
-                "lost, or this is another tokenizer, or tokens without text followed an ignored "
-                "end of sequence"
-            )
+    counted = retokenized is not None and "server" in summary.token_sources
+    if counted and abs((retokenized or 0) - total) > RETOKENIZED_WARNING * total:
+        found.append(
+            f"the texts hold {retokenized} tokens and the server counted {total}: text was "
+            "lost, or this is another tokenizer, or tokens without text followed an ignored "
+            "end of sequence"
+        )
     if run.failed_too_often:
         found.append(
             f"{summary.failed} requests failed, --max-failures is {run.options.max_failures}"

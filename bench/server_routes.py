@@ -81,6 +81,11 @@ async def wait_until_ready(
                     body = await response.json(content_type=None)
                     return first_model(body)
                 last = f"HTTP {response.status}"
+                if response.status in (401, 403):  # waiting does not help
+                    raise ServerError(
+                        f"GET {url} was answered {response.status}: put the server's key into the "
+                        "environment as OPENAI_API_KEY, or pass --header"
+                    )
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
             last = f"{type(error).__name__}: {error}"
         if time.monotonic() >= deadline:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -43,14 +44,15 @@ HEADER = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Sweep:
-    """What a sweep found. `runs[i]` are the JSON lines of the repeats of `points[i]`."""
+    """What a sweep has found so far. `runs[i]` are the JSON lines of the repeats of `points[i]`."""
 
     name: str
-    points: list[Point]
-    runs: list[list[dict[str, Any]]]
+    points: list[Point] = dataclasses.field(default_factory=list)
+    runs: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
     interrupted: bool = False
+    not_restored: str | None = None  # why the running server kept the last value
 
     @property
     def knee(self) -> Knee:
@@ -58,7 +60,12 @@ class Sweep:
 
     @property
     def remarks(self) -> list[str]:
-        return remarks(self.name, self.points)
+        found = remarks(self.name, self.points)
+        if self.interrupted:
+            found.append("interrupted: values are missing, and the last run may be only a part")
+        if self.not_restored is not None:
+            found.append(f"the server was left with the last value: {self.not_restored}")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +80,11 @@ class Measured:
 
 async def measure(options: Options) -> Measured:
     """One run with samples of the server's load. Raises what benchmark does."""
+    peaks = LoadPeaks()
     before = await scheduler_state(options)
-    with sample_load(options.url, request_headers(options)) as peaks:
-        run = await benchmark(options)
+    run = await benchmark(
+        options, lambda: sample_load(options.url, request_headers(options), peaks)
+    )
     after = await scheduler_state(options)
     return Measured(
         run,
@@ -110,6 +119,7 @@ def to_point(value: Any, repeats: Sequence[Measured]) -> Point:
         server_output_tokens=chosen.server_output_tokens,
         retractions=run.retractions,
         recomputed_tokens=chosen.recomputed_tokens,
+        sent_peak=summary.max_concurrent_requests,
         running_peak=peaks.running,
         queued_peak=peaks.queued,
         usage_peak=peaks.usage,
@@ -130,39 +140,38 @@ def kept_up(run: Run) -> bool:
     return max(record.ended_at for record in done) <= KEPT_UP * ideal
 
 
-async def sweep(options: Options, prefix: Path) -> Sweep:
-    """Run every value, print a row for each. A value whose run cannot be made gets a point with the
-    error; the others go on. Ctrl-C ends the sweep with what there is."""
-    name, values = parse_sweep(options.sweep or "")
-    is_ours = name in {spec.name for spec in dataclasses.fields(Options)}
+async def sweep(options: Options, found: Sweep, values: Sequence[Any], prefix: Path) -> None:
+    """Run every value into `found`, print a row for each. A value whose run cannot be made gets a
+    point with the error; the others go on. Ctrl-C ends the sweep with what there is: during a run
+    with the part of it, else by KeyboardInterrupt."""
+    is_ours = found.name in {spec.name for spec in dataclasses.fields(Options)}
     old = None
     if not is_ours and options.sweep_launch is None:
-        old = (await scheduler_state(options)).get("settings", {}).get(name)
-    points: list[Point] = []
-    runs: list[list[dict[str, Any]]] = []
-    interrupted = False
+        old = (await scheduler_state(options)).get("settings", {}).get(found.name)
     print(HEADER, flush=True)
     try:
         for value in values:
             try:
-                repeats = await run_value(options, name, value, is_ours, prefix)
+                repeats = await run_value(options, found.name, value, is_ours, prefix)
             except RUN_ERRORS as error:
-                points.append(Point(value, error=str(error)))
-                runs.append([])
+                found.points.append(Point(value, error=str(error)))
+                found.runs.append([])
                 print(f"{value!s:>14} {error}", flush=True)
                 continue
-            points.append(to_point(value, repeats))
-            runs.append([result_object(measured.run) for measured in repeats])
-            print(row(points[-1]), flush=True)
+            found.points.append(to_point(value, repeats))
+            found.runs.append([result_object(measured.run) for measured in repeats])
+            print(row(found.points[-1]), flush=True)
             # A sweep takes long: what was measured is kept whatever happens next.
-            write_json(Sweep(name, points, runs), options, with_ending(prefix, ".json"))
+            write_json(found, options, with_ending(prefix, ".json"))
             if repeats[-1].run.interrupted:
-                interrupted = True
+                found.interrupted = True
                 break
     finally:
         if old is not None:
-            await patch_setting(options, name, old)
-    return Sweep(name, points, runs, interrupted)
+            try:
+                await patch_setting(options, found.name, old)
+            except ServerError as error:
+                found.not_restored = str(error)
 
 
 async def run_value(
@@ -175,7 +184,8 @@ async def run_value(
             await patch_setting(current, name, value)
         return await repeat(current)
     flags = {} if is_ours else {name: value}
-    log = prefix.with_name(f"{prefix.name}_{value}.log")
+    # A value may be a path.
+    log = prefix.with_name(f"{prefix.name}_{re.sub(r'[^-.=+@,0-9A-Za-z]+', '_', str(value))}.log")
     async with launched(launch_arguments(options.sweep_launch, flags), log) as url:
         return await repeat(dataclasses.replace(current, base_url=url))
 
@@ -232,10 +242,14 @@ def write_json(found: Sweep, options: Options, file: Path) -> None:
 
 def run_sweep(options: Options) -> int:
     """Run, print and write everything; the exit code, as that of a single run."""
-    name, _ = parse_sweep(options.sweep or "")
+    name, values = parse_sweep(options.sweep or "")
     stamp = datetime.now().strftime("%m%d_%H%M")
     prefix = Path(options.sweep_output or f"sweep_{name}_{stamp}")
-    found = run_loop(sweep(options, prefix))
+    found = Sweep(name)
+    try:
+        run_loop(sweep(options, found, values, prefix))
+    except KeyboardInterrupt:
+        found.interrupted = True
     print()
     print(found.knee.text)
     for text in found.remarks:
@@ -248,8 +262,8 @@ def run_sweep(options: Options) -> int:
     if found.interrupted:
         return EXIT_INTERRUPTED
     limit = options.max_failures
-    bad = [p for p in found.points if p.error is not None or 0 <= limit < p.failed]
-    return EXIT_FAILURES if bad else 0
+    bad = any(p.error is not None or 0 <= limit < p.failed for p in found.points)
+    return EXIT_FAILURES if bad or found.not_restored is not None else 0
 
 
 def _plot(found: Sweep, prefix: Path) -> list[Path]:

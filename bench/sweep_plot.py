@@ -66,7 +66,7 @@ def _latencies(axis: Any, places: list[int], good: list[Point]) -> None:
 def _retractions(axis: Any, places: list[int], good: list[Point]) -> None:
     axis.bar(places, [point.retractions or 0 for point in good], 0.4, color=RED)
     axis.set_ylabel("retractions")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(bottom=0, top=None if any(point.retractions for point in good) else 1)
     peaks = [point.running_peak for point in good]
     if any(peak is not None for peak in peaks):
         twin = axis.twinx()

@@ -34,7 +34,8 @@ class Point:
     server_output_tokens: int | None = None  # by its own counter, warm-up included
     retractions: int | None = None
     recomputed_tokens: int | None = None
-    running_peak: int | None = None
+    sent_peak: int | None = None  # requests under way at once, as the client saw it
+    running_peak: int | None = None  # of samples of the server's load
     queued_peak: int | None = None
     usage_peak: float | None = None
     offered_rate: float | None = None
@@ -61,15 +62,16 @@ class Knee:
 
 def find_knee(points: list[Point]) -> Knee:
     """For numbers: the smallest value whose output throughput is within TOLERANCE of the best.
-    There is none while the largest value is the only one as good as itself."""
+    There is none while the largest value is the only one as good as itself, or there is but one."""
     rates = {p.value: p.output_throughput for p in points if p.output_throughput}
-    if not rates:
-        return Knee(None, "no run gave a throughput")
+    if len(rates) < 2:
+        runs = "only one run" if rates else "no run"
+        return Knee(None, f"no knee: {runs} gave a throughput")
     best = max(rates, key=lambda value: rates[value])
     if any(isinstance(value, str) for value in rates):
         return Knee(best, f"best: {best} ({rates[best]:.1f} tok/s); names have no knee")
     knee = min(v for v, rate in rates.items() if rate >= (1 - TOLERANCE) * rates[best])
-    if len(rates) > 1 and knee == max(rates):
+    if knee == max(rates):
         return Knee(None, f"no knee: throughput still rises at {knee:g}, the largest value")
     share = 100 * rates[knee] / rates[best]
     return Knee(knee, f"knee: {knee:g} has {share:.0f} % of the best throughput (at {best:g})")
@@ -122,13 +124,14 @@ def _cap(name: str, point: Point) -> str | None:
             f"the offered load was the cap: {point.offered_rate:g} req/s arrived and the server "
             "kept up"
         )
-    if name != "max_running_requests" or point.running_peak is None:
+    if name != "max_running_requests" or not isinstance(point.value, int):
         return None
-    if not isinstance(point.value, int) or point.running_peak >= point.value:
+    if point.sent_peak is not None and point.sent_peak < point.value:
+        return f"the offered load was the cap: at most {point.sent_peak} requests were under way"
+    # Without a sample of somebody waiting nothing is known: a short run falls between two.
+    if point.running_peak is None or point.running_peak >= point.value or not point.queued_peak:
         return None
     ran = f"samples saw at most {point.running_peak} of {point.value} run"
-    if not point.queued_peak:
-        return f"the offered load was the cap: {ran} and nobody waited"
     if point.usage_peak is not None and point.usage_peak >= FULL_POOL:
         return f"KV was the cap: {ran}, with {100 * point.usage_peak:.0f} % of the pool in use"
     return f"{ran} although up to {point.queued_peak} waited: admission held them back"

@@ -15,7 +15,8 @@ from typing import Any
 
 import aiohttp
 
-from bench.options import Options, flag
+from bench.option_fields import flag
+from bench.options import Options
 from bench.server_routes import ASK_TIMEOUT, ServerError, get_json, request_headers
 
 # A model may have to be fetched and loaded before the server answers.

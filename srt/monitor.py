@@ -31,7 +31,6 @@ class Monitor:
     def __init__(self, source: Source, window: float, limits: Limits) -> None:
         self.history = History(window)
         self.worst: str | None = None
-        self.reached = False  # has there been an answer?
         self._source = source
         self._limits = limits
 
@@ -40,7 +39,6 @@ class Monitor:
         try:
             for sample in self._source.poll():
                 self.history.add(sample)
-            self.reached = True
         except SourceError as error:
             alerts = [unreachable(str(error))]
         else:
@@ -54,7 +52,7 @@ class Monitor:
         return alerts
 
     def exit_code(self, fail_on: str) -> int:
-        if not self.reached:
+        if self.history.last is None:  # no answer ever, or not a word about the load
             return EXIT_NO_SOURCE
         if fail_on == "never" or self.worst is None:
             return 0
@@ -146,6 +144,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-recomputed-share", type=float, default=defaults.recomputed_share, help="0 to 1")
     add("--max-wait", type=float, default=defaults.wait_seconds, help="seconds in the queue")
     args = parser.parse_args(argv)
+    if args.url is not None and not args.url.startswith(("http://", "https://")):
+        parser.error(f"--url {args.url}: expected http://HOST:PORT or https://HOST:PORT")
     if args.url is not None and args.log is not None:
         parser.error("--url and --log exclude each other")
     for name in ("interval", "window", "duration"):

@@ -48,11 +48,13 @@ def our_log(path: Path) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        log = SchedulerLog(1, "cpu", lambda: clock["now"])
+        logger.info("context_len=8192, decode_log_interval=25")
+        log = SchedulerLog(25, "cpu", lambda: clock["now"])
         log.on_prefill(4, 400, 0, 90, LoadSnapshot(0, 7, 10, 1000))
         for second in range(1, 41):
             clock["now"] = float(second)
-            log.on_decode(25, lambda: LoadSnapshot(4, 7, 950, 1000))
+            for _ in range(25):
+                log.on_decode(4, lambda: LoadSnapshot(4, 7, 950, 1000))
             if second % 4 == 0:
                 log.on_retract(Retraction("kv", ("a", "b"), 60, 60, 0.5, 0.75))
         log.on_last_aborted("c")
@@ -107,8 +109,8 @@ def test_our_own_log_gives_load_retractions_and_what_was_given_up(tmp_path):
     last = samples[-1]
     assert (last.running, last.queued, last.usage, last.ratio) == (4, 7, 0.95, 0.75)
     assert (last.retractions, last.recomputed, last.out_of_memory) == (20, 600, 1)
-    # 25 tokens a second; the first decode line has none before it to measure from.
-    assert (last.generated, last.computed) == (25 * 39, 400 + 25 * 39)
+    assert (last.generated, last.computed) == (100 * 40, 400 + 100 * 40)
+    assert last.gen_throughput == 100.0
     assert samples[-1].time - samples[0].time == 40.0
 
 
@@ -146,6 +148,34 @@ def test_lines_of_sglang_new_and_old_are_read(line, expected):
     sample = LogReader().read(line)
     assert sample is not None
     assert {name: getattr(sample, name) for name in expected} == expected
+
+
+def test_an_idle_night_between_two_decode_lines_is_not_counted_as_work():
+    reader = LogReader()
+    decode = "Decode batch, #running-req: 3, #token: 9, gen throughput (token/s): 300.00"
+    reader.read(f"[2025-01-01 22:00:00] {decode}")
+    evening = reader.sample.generated
+    reader.read(f"[2025-01-02 08:00:00] {decode}, #queue-req: 0")
+    assert (evening, reader.sample.generated) == (3 * 40, 2 * 3 * 40)
+    reader.read("[2025-01-02 08:00:01] server_args=ServerArgs(tp_size=1, decode_log_interval=10)")
+    reader.read(f"[2025-01-02 08:00:02] {decode}, accept len: 2.50, accept rate: 0.60")
+    assert reader.sample.generated == 2 * 3 * 40 + 75
+
+
+def test_a_log_that_has_become_silent_shows_no_load_and_its_storm_passes(tmp_path):
+    clock = {"now": 0.0}
+    our_log(tmp_path / "log")
+    source, history = LogSource(tmp_path / "log", lambda: clock["now"]), History(60.0)
+    for second in range(0, 90, 5):
+        clock["now"] = float(second)
+        for sample in source.poll():
+            history.add(sample)
+        rate = history.rates().retractions_per_minute
+        if second == 0:
+            assert (history.last.running, rate) == (4, pytest.approx(30.0))
+    assert (history.last.running, history.last.usage, rate) == (None, None, 0.0)
+    assert history.last.retractions == 20, "sums stay"
+    assert not find_alerts(history.last, history.rates(), Limits())
 
 
 def test_other_ranks_and_other_lines_say_nothing():
@@ -329,6 +359,12 @@ def test_one_look_at_a_log_with_a_storm_is_one_json_object_and_exit_code_1(tmp_p
     assert found["sample"]["recomputed_is_estimate"] is True
 
 
+def test_a_file_that_says_nothing_about_the_load_is_no_source(tmp_path, capsys):
+    (tmp_path / "log").write_text("[2026-01-02 03:04:00] GET /health\n{}\n")
+    code, out = run(capsys, "--log", str(tmp_path / "log"), "--once", "--json")
+    assert (code, json.loads(out)["sample"]) == (3, None)
+
+
 def test_the_limits_and_the_level_that_fails_can_be_chosen(tmp_path, capsys):
     (tmp_path / "log").write_text(
         "[2026-01-02 03:04:00] Testing retraction. #retracted_reqs: 1\n"
@@ -377,6 +413,7 @@ def test_watching_for_a_while_prints_a_line_a_look_and_fails_for_an_alert_in_bet
     ("arguments", "part"),
     [
         (["--url", "http://x", "--log", "y"], "exclude each other"),
+        (["--url", "localhost:30000"], "--url localhost:30000: expected http://"),
         (["--interval", "0"], "--interval must be a number above 0, got 0.0"),
         (["--max-wait", "-1"], "--max-wait must be a number of at least 0, got -1.0"),
         (["--fail-on", "sometimes"], "sometimes"),

@@ -115,7 +115,8 @@ def build_scheduler(
         f"chunked_prefill_size={-1 if chunk is None else chunk}, "
         f"max_prefill_tokens={args.max_prefill_tokens}, "
         f"max_running_requests={plan.max_running_requests}, context_len={plan.context_len}, "
-        f"available_{'cpu' if on_cpu else 'gpu'}_mem={plan.available_bytes / GB:.2f} GB"
+        f"available_{'cpu' if on_cpu else 'gpu'}_mem={plan.available_bytes / GB:.2f} GB, "
+        f"decode_log_interval={args.decode_log_interval}"
     )
     logger.info(
         f"Weights {plan.weight_bytes / GB:.2f} GB, KV cache {plan.kv_bytes / GB:.2f} GB for "

@@ -14,8 +14,11 @@ from aiohttp import web
 MODES = {
     "ok": "cumulative text, counts, finish reason, [DONE]",
     "error_event": "HTTP 200 and an error event in the stream",
+    "error_named": "the same, and only the field event says that it is an error",
+    "error_field": "the same in a field `error`, as llama.cpp once had it",
     "http_400": "refused with 400",
     "http_503": "refused with 503",
+    "no_key": "401 for whoever asks for the models",
     "comments": "comment lines between the events, as keep-alives",
     "event_lines": "event:, id: and retry: fields before data",
     "crlf": "lines end in CR LF",
@@ -28,11 +31,17 @@ MODES = {
     "truncated": "ends after 3 tokens without a proper end",
     "broken": "the connection breaks after 3 tokens",
     "abort": "finish reason abort after 3 tokens",
+    "abort_word": "the same, and on /generate the reason is only a word",
+    "cancelled": "finish reason cancelled after 3 tokens",
     "nan": "finish reason says NaN happened",
+    "web_page": "a page of HTML with status 200, as a login in front of it would",
+    "not_text": "numbers where text belongs",
     "malformed": "an event that is not JSON",
     "whole": "answers a streaming request with one JSON document",
     "stall": "never answers",
     "stall_midway": "falls silent after 3 tokens",
+    "no_text": "counts every token and sends no text at all",
+    "silent_tail": "sends no text after the first token, and the finish reason 0.1 s later",
     "lost_text": "counts every token but sends the text of the first only",
 }
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -114,6 +123,8 @@ class StubServer:
         return body
 
     async def models(self, request: web.Request) -> web.Response:
+        if self.mode == "no_key":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "stub-model"}]})
 
     async def model_info(self, request: web.Request) -> web.Response:
@@ -166,6 +177,8 @@ class StubServer:
             await self.stop.wait()
         if not body["stream"] or self.mode == "whole":
             return web.json_response(self.whole(request.path, body))
+        if self.mode == "web_page":
+            return web.Response(text="<html>Who are you?</html>", content_type="text/html")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
@@ -181,6 +194,8 @@ class StubServer:
             await response.write(self.dressed(event))
             if self.pace:
                 await asyncio.sleep(self.pace)
+            if self.mode == "silent_tail" and event == "":
+                await asyncio.sleep(0.1)
             if self.mode == "broken" and event == "":
                 request.transport.abort()
                 return
@@ -192,6 +207,8 @@ class StubServer:
         if event == "":  # only a mark for generate()
             return b""
         text = f"data: {event}\n\n"
+        if event.startswith('{"message"'):
+            text = f"error: {event}\n\n" if self.mode == "error_field" else f"event: error\n{text}"
         if self.mode == "comments":
             text = f": ping\n\n{text}"
         elif self.mode == "event_lines":
@@ -210,21 +227,30 @@ class StubServer:
             yield json.dumps({"error": {"message": "prompt too long", "code": 400}})
             yield "[DONE]"
             return
+        if self.mode in ("error_named", "error_field"):
+            yield json.dumps(self.openai_chunk(path, body, 1, last=False))
+            yield json.dumps({"message": "out of memory"})
+            yield "[DONE]"
+            return
         if self.mode == "malformed":
             yield '{"text": "a'
             return
         length = self.requested(path, body)
         length = {"short": min(5, length), "empty": 0}.get(self.mode, length)
-        early = self.mode in ("truncated", "broken", "abort", "stall_midway", "nan")
+        early = self.mode in (
+            "truncated", "broken", "abort", "abort_word", "cancelled", "stall_midway", "nan",
+        )  # fmt: skip
         length = 3 if early else length
         make = self.native_chunk if path == "/generate" else self.openai_chunk
         for produced in range(1, length + 1):
+            if self.mode == "silent_tail" and produced == length:
+                yield ""
             yield json.dumps(make(path, body, produced, last=produced == length and not early))
         if self.mode in ("broken", "stall_midway"):
             yield ""
         if self.mode == "truncated":
             return
-        if self.mode in ("abort", "nan"):
+        if self.mode in ("abort", "abort_word", "cancelled", "nan"):
             yield json.dumps(self.bad_end(path))
         if path != "/generate":
             asked = (body.get("stream_options") or {}).get("include_usage")
@@ -237,11 +263,16 @@ class StubServer:
     def bad_end(self, path: str) -> dict[str, Any]:
         if self.mode == "nan":
             finish: Any = {"type": "stop", "matched": "NaN happened"}
+        elif self.mode == "abort_word":
+            finish = "abort"
+        elif self.mode == "cancelled":
+            finish = {"type": "cancelled"}
         else:
             finish = {"type": "abort", "message": "Aborted by the scheduler"}
         if path == "/generate":
             return {"text": word(3), "meta_info": {"completion_tokens": 3, "finish_reason": finish}}
-        return {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]}
+        reason = "cancelled" if self.mode == "cancelled" else "abort"
+        return {"choices": [{"index": 0, "text": "", "finish_reason": reason}]}
 
     def usage(self, body: dict[str, Any], produced: int) -> dict[str, Any]:
         prompt = body.get("prompt") or body["messages"][-1]["content"]
@@ -273,7 +304,11 @@ class StubServer:
     def openai_chunk(
         self, path: str, body: dict[str, Any], produced: int, last: bool
     ) -> dict[str, Any]:
-        text = "" if self.mode == "lost_text" and produced > 1 else word(produced)[-1]
+        text: Any = word(produced)[-1]
+        if (self.mode in ("lost_text", "silent_tail") and produced > 1) or self.mode == "no_text":
+            text = ""
+        elif self.mode == "not_text":
+            text = produced
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length" if last else None}
         if self.mode == "no_finish_reason":
             del choice["finish_reason"]

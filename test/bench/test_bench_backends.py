@@ -31,8 +31,8 @@ def read(kind: ApiKind, *events: dict[str, Any]) -> tuple[Answer, list[bool]]:
 
 
 STREAM = (
-    b'data: {"a": 1}\n\n: ping\n\nevent: x\r\nid: 3\r\n'
-    b"data:two\r\ndata: lines\r\n\r\nretry: 5\n\ndata: last"
+    b'\xef\xbb\xbfdata: {"a": 1}\n\n: ping\n\nevent: x\r\nid: 3\r\n'
+    b"data:two\r\ndata: lines\r\n\r\nretry: 5\n\ndata: cr\r\rerror: bad\n\ndata: last"
 )
 
 
@@ -42,8 +42,8 @@ def test_events_do_not_depend_on_how_the_bytes_arrive(cuts):
     borders = [0, *sorted(cuts), len(STREAM)]
     for start, end in itertools.pairwise(borders):
         events += decoder.feed(STREAM[start:end])
-    assert events == [b'{"a": 1}', b"two\nlines"]
-    assert decoder.finish() == [b"last"]
+    assert events == [(b'{"a": 1}', False), (b"two\nlines", False), (b"cr", False), (b"bad", True)]
+    assert decoder.finish() == [(b"last", False)]
     assert decoder.finish() == []
 
 

@@ -72,6 +72,14 @@ def test_tpot_of_an_answer_in_one_token_or_one_chunk_is_left_out_and_not_zero():
     assert summary.tpot == Spread.of_seconds([0.25])
 
 
+def test_tokens_behind_the_last_text_count_until_the_finish_reason():
+    seen = record(chunks=[0.2, 0.4], tokens=5, finished_at=1.0, ended_at=1.5)
+    assert seen.e2e == pytest.approx(1.0)
+    assert seen.tpot == pytest.approx((1.0 - 0.2) / 4)
+    assert record(chunks=[], tokens=5, finished_at=1.0).e2e == pytest.approx(1.0)
+    assert record(chunks=[], tokens=5, ended_at=1.5).e2e == pytest.approx(1.5)
+
+
 def test_an_unstreamed_answer_has_no_ttft_tpot_or_itl():
     summary = summarize([record(chunks=[0.5], tokens=8, streamed=False)])
     assert summary.ttft is None

@@ -13,7 +13,8 @@ from bench.bench_offline import measure_latency, measure_throughput, parse
 class FakeEngine:
     """Answers at once, with what was asked for."""
 
-    def __init__(self, missing: int = 0) -> None:
+    def __init__(self, missing: int = 0, can_flush: bool = True) -> None:
+        self.can_flush = can_flush
         self.calls: list[tuple[list[list[int]], list[int]]] = []
         self.num_flushed = 0
         self.missing = missing
@@ -26,7 +27,7 @@ class FakeEngine:
 
     def flush_cache(self, timeout: float = 0.0) -> bool:
         self.num_flushed += 1
-        return True
+        return self.can_flush
 
 
 def test_throughput_counts_the_tokens_of_one_call_with_lengths_in_range():
@@ -50,6 +51,11 @@ def test_latency_measures_each_size_as_often_as_asked_and_never_from_the_cache()
     assert measured == [(1, 1), (1, 5)] * 2 + [(3, 1), (3, 5)] * 2
     assert engine.num_flushed == 4
     assert all(row.seconds > 0 and row.decode_ms >= 0 for row in found)
+
+
+def test_a_cache_that_was_not_emptied_is_an_error_and_no_measurement():
+    with pytest.raises(RuntimeError, match="not emptied"):
+        measure_latency(FakeEngine(can_flush=False), 1000, [1], 10, 5, repeats=1, seed=1)
 
 
 def test_an_answer_that_is_too_short_is_an_error_and_no_measurement():

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from bench.options import OptionError, Options, build_parser, parse_options
+from bench.option_fields import OptionError
+from bench.options import Options, build_parser, parse_options
 
 
 def test_defaults_are_those_of_sglangs_benchmark():
@@ -38,6 +39,7 @@ def test_every_field_is_an_option_with_a_help_text():
         (["--stall-timeout-sec", "inf"], "--stall-timeout-sec must be a number above 0"),
         (["--max-failures", "-2"], "--max-failures must be at least -1, got -2"),
         (["--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
+        (["--base-url", "localhost:80"], "--base-url localhost:80: expected http://"),
         (["--port", "70000"], "--port must be in [1, 65535], got 70000"),
         (["--burstiness", "0.5"], "--burstiness needs a finite --request-rate"),
         (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),

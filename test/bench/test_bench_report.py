@@ -80,6 +80,14 @@ def test_a_busy_client_and_late_sends_are_warned_about():
     assert "500 ms or more behind schedule" in warnings(run(records=[late]))[0]
 
 
+def test_texts_of_which_the_server_counted_no_token_are_warned_about():
+    uncounted = good_record()
+    uncounted.output_tokens = 0
+    assert (
+        "the texts hold 2 tokens and the server counted 0" in warnings(run(records=[uncounted]))[0]
+    )
+
+
 def test_answers_that_are_too_long_are_warned_about():
     long = good_record()
     long.requested_len = 1

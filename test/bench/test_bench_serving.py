@@ -6,67 +6,19 @@ import json
 import os
 import signal
 import threading
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_command import NATIVE, OUTPUT_LEN, lines_of
 from stub_server import StubServer, word
 
 from bench import load
 from bench.backends import BACKENDS
-from bench.bench_serving import main
 from bench.server_routes import read_retractions
 
-OUTPUT_LEN = 8
-NATIVE = "sglang"
 ODD = ["comments", "event_lines", "crlf", "unasked_usage", "no_finish_reason"]
 # Backends of one API differ only in a request's fields, so not each needs every mode.
 OPENAI = [(backend, "ok") for backend in BACKENDS if backend != NATIVE]
 OPENAI_ODD = [(backend, mode) for backend in ("sglang-oai", "vllm-chat") for mode in ODD]
-
-
-@dataclass
-class Outcome:
-    code: int
-    printed: str
-    errors: str
-    result: dict[str, Any] | None  # the JSON line, None if there is none
-
-
-@pytest.fixture
-def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Run the command with few short prompts; later options win over these."""
-
-    def run(server: StubServer, *arguments: str, bar: bool = False) -> Outcome:
-        file = tmp_path / "out.jsonl"
-        file.unlink(missing_ok=True)
-        code = main(
-            [
-                "--base-url", server.url, "--dataset-name", "random-ids",
-                "--random-input-len", "12", "--random-output-len", str(OUTPUT_LEN),
-                "--random-range-ratio", "1", "--num-prompts", "4",
-                "--output-file", str(file), "--output-details", *arguments,
-                *([] if bar else ["--disable-tqdm"]),
-            ]
-        )  # fmt: skip
-        captured = capsys.readouterr()
-        result = None
-        if file.exists():
-            result = json.loads(file.read_text(), parse_constant=refuse_constant)
-        return Outcome(code, captured.out, captured.err, result)
-
-    return run
-
-
-def refuse_constant(name: str) -> None:
-    raise AssertionError(f"{name} is not JSON")
-
-
-def lines_of(report: str) -> dict[str, str]:
-    """label -> value of the printed report."""
-    pairs = (line.partition(":") for line in report.splitlines())
-    return {label: value.strip() for label, colon, value in pairs if colon}
 
 
 @pytest.mark.parametrize("mode", ["ok", *ODD, "incremental"])
@@ -106,90 +58,6 @@ def test_missing_counts_are_replaced_by_our_own_and_the_report_says_so(bench, ba
     assert outcome.result["total_output_tokens"] == 4 * OUTPUT_LEN
     assert outcome.result["token_sources"] == {"retokenized": 4}
     assert lines_of(outcome.printed)["Tokens counted by"] == "retokenising (4)"
-
-
-FAILURES = {
-    "error_event": ("error_event", "prompt too long"),
-    "http_400": ("http_400", "refused with 400"),
-    "http_503": ("http_503", "refused with 503"),
-    "empty": ("empty", "without a single token"),
-    "truncated": ("truncated", "without [DONE]"),
-    "broken": ("connection", ""),
-    "abort": ("abort", ""),
-    "malformed": ("malformed", "not JSON"),
-}
-
-
-@pytest.mark.parametrize("backend", [NATIVE, "sglang-oai", "vllm-chat"])
-@pytest.mark.parametrize("mode", list(FAILURES))
-def test_a_run_in_which_all_fail_is_reported_and_exits_with_an_error(bench, backend, mode):
-    kind, message = FAILURES[mode]
-    with StubServer(mode) as server:
-        outcome = bench(server, "--backend", backend)
-    assert outcome.code == 1
-    result = outcome.result
-    assert (result["completed"], result["failed"]) == (0, 4)
-    assert result["failures_by_kind"] == {kind: 4}
-    assert message in result["failure_examples"][kind]
-    assert result["total_output_tokens"] == 0
-    assert result["mean_ttft_ms"] is None
-    assert result["mean_itl_ms"] is None
-    assert result["statuses"] == ["error"] * 4
-    report = lines_of(outcome.printed)
-    assert report["Successful requests"] == "0"
-    assert report["Failed requests"] == "4"
-    assert report["Mean TTFT (ms)"] == "n/a"
-    assert report[kind] == "4"
-    assert "4 requests failed, --max-failures is 0" in outcome.printed
-    assert "warm-up requests failed" in outcome.printed
-
-
-def test_an_answer_stopped_by_nan_is_a_failure(bench):
-    with StubServer("nan") as server:
-        outcome = bench(server)
-    assert outcome.result["failures_by_kind"] == {"nan": 4}
-
-
-def test_failures_up_to_the_limit_do_not_fail_the_run(bench):
-    with StubServer("http_503") as server:
-        assert bench(server, "--max-failures", "3").code == 1
-        assert bench(server, "--max-failures", "4").code == 0
-        assert bench(server, "--max-failures", "-1").code == 0
-
-
-@pytest.mark.parametrize("backend", [NATIVE, "sglang-oai", "sglang-oai-chat"])
-@pytest.mark.parametrize("rate", ["inf", "1000"])
-def test_short_answers_count_their_produced_tokens(bench, backend, rate):
-    with StubServer("short") as server:
-        outcome = bench(
-            server, "--backend", backend, "--random-output-len", "100", "--request-rate", rate
-        )
-    assert outcome.code == 0, outcome.errors
-    result = outcome.result
-    assert (result["completed"], result["short"], result["failed"]) == (4, 4, 0)
-    assert result["total_output_tokens"] == 4 * 5
-    assert result["output_lens"] == [5] * 4
-    assert result["statuses"] == ["short"] * 4
-    assert "4 answers ended with fewer tokens than demanded" in outcome.printed
-    assert result["request_rate"] == ("inf" if rate == "inf" else 1000.0)
-
-
-def test_an_answer_may_end_early_when_the_end_of_text_is_not_ignored(bench):
-    with StubServer("short") as server:
-        outcome = bench(server, "--random-output-len", "100", "--disable-ignore-eos")
-        assert server.sent("/generate")[0]["sampling_params"]["ignore_eos"] is False
-    assert (outcome.result["completed"], outcome.result["short"]) == (4, 0)
-
-
-@pytest.mark.parametrize(("mode", "what"), [("stall", "no answer"), ("stall_midway", "stopped")])
-def test_a_silent_server_is_given_up_on(bench, mode, what):
-    with StubServer(mode) as server:
-        outcome = bench(server, "--stall-timeout-sec", "0.1", "--warmup-requests", "0")
-    assert outcome.code == 1
-    result = outcome.result
-    assert (result["completed"], result["failed"], result["stalled"]) == (0, 4, 4)
-    assert result["statuses"] == ["stalled"] * 4
-    assert what in result["failure_examples"]["stalled"]
 
 
 @pytest.mark.parametrize("backend", [NATIVE, "sglang-oai"])
@@ -440,6 +308,13 @@ def test_a_server_that_is_not_there_is_named(bench):
     assert outcome.code == 1
     assert f"{gone.url}/v1/models was not ready" in outcome.errors
     assert outcome.result is None
+
+
+def test_a_missing_key_is_said_at_once_and_not_waited_for(bench):
+    with StubServer("no_key") as server:
+        outcome = bench(server, "--ready-check-timeout-sec", "30")
+    assert (outcome.code, outcome.result) == (1, None)
+    assert "answered 401" in outcome.errors and "OPENAI_API_KEY" in outcome.errors
 
 
 def test_no_tokenizer_anywhere_is_an_error_that_says_what_to_pass(bench):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from stub_server import StubServer
 
+from bench import server_load
+from bench import sweep as sweep_module
 from bench.bench_serving import main
-from bench.options import OptionError, parse_options, parse_sweep
+from bench.option_fields import OptionError
+from bench.options import parse_options, parse_sweep
 from bench.server_load import LoadPeaks, read_values
+from bench.server_routes import ServerError
 from bench.sweep_points import COLUMNS, Point, find_knee, remarks
 from bench.sweep_server import launch_arguments
 
@@ -23,10 +28,10 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bench.sweep_plot", None)
 
 
-def sweep(server: StubServer, prefix: Path, *arguments: str) -> int:
+def sweep(server: StubServer, prefix: Path, *arguments: str, base_url: bool = True) -> int:
     return main(
         [
-            "--base-url", server.url, "--dataset-name", "random-ids",
+            *(["--base-url", server.url] if base_url else []), "--dataset-name", "random-ids",
             "--random-input-len", "6", "--random-output-len", "3", "--random-range-ratio", "1",
             "--num-prompts", "3", "--disable-tqdm", "--warmup-requests", "0",
             "--sweep-output", str(prefix), *arguments,
@@ -39,16 +44,17 @@ def points(**rates: float) -> list[Point]:
 
 
 def test_each_value_is_patched_measured_and_written_and_the_old_one_restored(
-    tmp_path, capsys, no_picture
+    tmp_path, capsys, no_picture, monkeypatch
 ):
-    with StubServer() as server:
-        code = sweep(server, tmp_path / "s", "--sweep", "max-running-requests=1,4")
+    monkeypatch.setattr(server_load, "SAMPLE_PERIOD_S", 0.02)
+    with StubServer(pace=0.06) as server:  # a run of several samples
+        code = sweep(server, tmp_path / "s", "--sweep", "max-running-requests=1,3")
         assert code == 0, capsys.readouterr()
-        assert [patch["max_running_requests"] for patch in server.patches] == [1, 4, 8]
+        assert [patch["max_running_requests"] for patch in server.patches] == [1, 3, 8]
         assert len(server.sent("/generate")) == 6
     found = json.loads((tmp_path / "s.json").read_text())
     assert found["sweep"] == "max_running_requests"
-    assert [point["value"] for point in found["points"]] == [1, 4]
+    assert [point["value"] for point in found["points"]] == [1, 3]
     for point in found["points"]:
         assert (point["completed"], point["failed"], point["output_tokens"]) == (3, 0, 9)
         assert (point["running_peak"], point["queued_peak"], point["usage_peak"]) == (2, 3, 0.5)
@@ -57,9 +63,70 @@ def test_each_value_is_patched_measured_and_written_and_the_old_one_restored(
         assert point["runs"][0]["total_output_tokens"] == 9
     rows = list(csv.DictReader((tmp_path / "s.csv").open()))
     assert tuple(rows[0]) == COLUMNS
-    assert [row["value"] for row in rows] == ["1", "4"]
+    assert [row["value"] for row in rows] == ["1", "3"]
     printed = capsys.readouterr().out
-    assert "4: samples saw at most 2 of 4 run although up to 3 waited" in printed
+    assert "3: samples saw at most 2 of 3 run although up to 3 waited" in printed
+
+
+def test_a_run_that_falls_between_two_samples_of_the_load_claims_nothing_of_it(
+    tmp_path, capsys, no_picture
+):
+    with StubServer() as server:
+        code = sweep(server, tmp_path / "s", "--sweep", "max-running-requests=1,4")
+        assert code == 0, capsys.readouterr()
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert [point["running_peak"] for point in found["points"]] == [None, None]
+    assert [text for text in found["remarks"] if "cap" in text] == [
+        "4: the offered load was the cap: at most 3 requests were under way"
+    ]
+
+
+@pytest.mark.parametrize("how", ["gone", "interrupted"])
+def test_what_was_measured_is_written_although_the_sweep_cannot_end_well(
+    tmp_path, capsys, no_picture, monkeypatch, how
+):
+    real, asked = sweep_module.run_value, []
+
+    async def run_value(options, name, value, *more):
+        asked.append(value)
+        if value == 1:
+            return await real(options, name, value, *more)
+        if how == "interrupted":
+            raise KeyboardInterrupt  # as a warm-up does that Ctrl-C ended
+        server.settings.clear()  # a server that died refuses in other words, but refuses
+        raise ServerError("the server is gone")
+
+    monkeypatch.setattr(sweep_module, "run_value", run_value)
+    with StubServer() as server:
+        code = sweep(server, tmp_path / "s", "--sweep", "max-running-requests=1,4")
+        restored = server.settings.get("max_running_requests") == 8
+    assert asked == [1, 4]
+    found = json.loads((tmp_path / "s.json").read_text())
+    assert found["points"][0]["completed"] == 3
+    assert len(list(csv.DictReader((tmp_path / "s.csv").open()))) == len(found["points"])
+    printed = capsys.readouterr().out
+    left = "the server was left with the last value" in printed
+    assert ("interrupted: values are missing" in printed) == (how == "interrupted")
+    assert (code, found["interrupted"], restored, left) == (
+        (130, True, True, False) if how == "interrupted" else (1, False, False, True)
+    )
+
+
+def test_the_log_of_a_value_that_is_a_path_has_a_name_in_the_folder_of_the_output(
+    tmp_path, capsys, no_picture, monkeypatch
+):
+    @asynccontextmanager
+    async def launched(arguments, log):
+        log.write_text("started")
+        yield server.url
+
+    monkeypatch.setattr(sweep_module, "launched", launched)
+    with StubServer() as server:
+        prefix = tmp_path / "s"
+        arguments = ["--sweep", "model-path=/a/b,c d", "--sweep-launch", ""]
+        code = sweep(server, prefix, *arguments, "--warmup-requests", "1", base_url=False)
+    assert code == 0, capsys.readouterr()
+    assert {"s__a_b.log", "s_c_d.log"} <= {file.name for file in tmp_path.iterdir()}
 
 
 def test_an_option_of_the_load_generator_is_swept_without_touching_the_server(
@@ -113,10 +180,15 @@ def test_a_picture_is_written_as_png_and_svg_with_the_knee_in_its_title(tmp_path
         Point(4, output_throughput=40.0, median_ttft_ms=9.0, retractions=2, running_peak=4),
         Point(8, error="did not start"),
     ]
-    png, svg = plot("max_running_requests", found, find_knee(found[:1]), tmp_path / "p")
+    png, svg = plot(
+        "max_running_requests",
+        found,
+        find_knee([*found, Point(9, output_throughput=9.0)]),
+        tmp_path / "p",
+    )
     assert png.read_bytes().startswith(b"\x89PNG")
     text = svg.read_text()
-    assert "knee: 1 has 100 % of the best throughput" in text
+    assert "knee: 4 has 100 % of the best throughput" in text
     assert "max-running-requests" in text
 
 
@@ -140,6 +212,12 @@ def test_there_is_no_knee_while_throughput_still_rises():
     knee = find_knee(points(v1=10, v4=38, v16=97))
     assert knee.value is None
     assert "still rises at 16" in knee.text
+
+
+def test_one_value_or_none_has_no_knee():
+    assert find_knee(points(v4=38)).value is None
+    assert "only one run gave a throughput" in find_knee(points(v4=38)).text
+    assert "no run gave a throughput" in find_knee([Point(4, error="gone")]).text
 
 
 def test_names_have_a_best_but_no_knee():
@@ -186,10 +264,14 @@ def test_an_offered_load_that_was_served_as_it_came_is_called_the_cap():
 
 
 def test_rows_that_nobody_asked_for_are_told_from_a_full_pool():
-    idle = Point(64, output_throughput=9.0, running_peak=20, queued_peak=0)
-    full = Point(64, output_throughput=9.0, running_peak=20, queued_peak=5, usage_peak=0.97)
+    idle = Point(64, output_throughput=9.0, sent_peak=20, running_peak=20, queued_peak=0)
+    full = Point(
+        64, output_throughput=9.0, sent_peak=90, running_peak=20, queued_peak=5, usage_peak=0.97
+    )
+    missed = Point(64, output_throughput=9.0, sent_peak=90, running_peak=0, queued_peak=0)
     assert "offered load was the cap" in remarks("max_running_requests", [idle])[0]
     assert "KV was the cap" in remarks("max_running_requests", [full])[0]
+    assert remarks("max_running_requests", [missed]) == []
 
 
 def test_metrics_are_summed_over_label_sets_and_unknown_ones_leave_the_peaks_empty():
@@ -198,6 +280,9 @@ def test_metrics_are_summed_over_label_sets_and_unknown_ones_leave_the_peaks_emp
     peaks.add(read_values(text))
     peaks.add(read_values('sglang:num_running_reqs{tp_rank="0"} 2\n'))
     assert (peaks.running, peaks.queued, peaks.usage, peaks.num_samples) == (7, None, None, 2)
+    assert read_values("# HELP x y\nother 3\nvllm:num_requests_waiting 2\n") == {
+        "vllm:num_requests_waiting": 2
+    }
 
 
 def test_values_have_the_kind_of_the_option_they_stand_for():
@@ -218,6 +303,7 @@ def test_values_have_the_kind_of_the_option_they_stand_for():
         (["--sweep-repeats", "2"], ["--sweep-repeats needs --sweep"]),
         (["--sweep", "a=1,2", "--sweep-repeats", "0"], ["--sweep-repeats", "at least 1"]),
         (["--sweep", "a=1,2", "--sweep-launch", "", "--port", "1"], ["picks a port"]),
+        (["--sweep", "a=1,2", "--sweep-launch", "--x 'y"], ["--sweep-launch", "quotation"]),
         (["--sweep", "a=1,2", "--output-file", "x"], ["--output-file", "--sweep-output"]),
     ],
 )
