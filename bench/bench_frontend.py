@@ -13,6 +13,7 @@ import asyncio
 import json
 import multiprocessing
 import shutil
+import socket
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from aiohttp import web
 from tokenizers import decoders, models
 
 from bench.frontend_client import run_client
@@ -142,32 +142,32 @@ async def measure(route: str, streams: int, tokens: int, rounds: int, tokens_per
     manager = TokenizerManager(ServerArgs(), model_config(), word_tokenizer(), channel)
     scheduler = context.Process(target=run_scheduler, args=(ipc_dir, tokens_per_s), daemon=True)
     server = HttpServer(manager.args)
-    runner = server.runner()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     children: list[SpawnProcess] = [scheduler]
     try:
         scheduler.start()
         await asyncio.wait_for(manager.wait_ready(), START_SECONDS)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
         server.open(manager)
-        ours, theirs = context.Pipe()
-        port = runner.addresses[0][1]
-        client = context.Process(
-            target=run_client, args=(theirs, port, route, streams, tokens, rounds), daemon=True
-        )
-        client.start()
-        children.append(client)
-        await asyncio.to_thread(ours.recv)  # it is ready
-        ours.send("go")
-        wall, cpu = time.perf_counter(), time.process_time()
-        num_chunks, num_requests = await asyncio.to_thread(_receive, ours)
-        cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
-        return Row(route, streams, num_requests, num_chunks, num_requests * tokens, wall_s, cpu_s)
+        async with server.listening(listener, backlog=4096):
+            ours, theirs = context.Pipe()
+            port = listener.getsockname()[1]
+            client = context.Process(
+                target=run_client, args=(theirs, port, route, streams, tokens, rounds), daemon=True
+            )
+            client.start()
+            children.append(client)
+            await asyncio.to_thread(ours.recv)  # it is ready
+            ours.send("go")
+            wall, cpu = time.perf_counter(), time.process_time()
+            num_chunks, num_requests = await asyncio.to_thread(_receive, ours)
+            cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
+        num_tokens = num_requests * tokens
+        return Row(route, streams, num_requests, num_chunks, num_tokens, wall_s, cpu_s)
     finally:
         for child in children:
             child.terminate()
             child.join()
-        await runner.cleanup()
+        listener.close()
         await manager.close()
         shutil.rmtree(ipc_dir, ignore_errors=True)
 

@@ -111,39 +111,34 @@ async def _serve(
 ) -> int:
     """The exit code, once everything but the scheduler process has ended."""
     # Late, so that the scheduler process, which takes longest, is already loading.
-    from aiohttp import web
-
     from srt.http_server import HttpServer
 
     stop = _signal_event()
     server = HttpServer(args)
-    runner = server.runner()
-    await runner.setup()
-    await web.SockSite(runner, listener, ssl_context=tls).start()
-    stopping = asyncio.create_task(stop.wait())
-    starting = asyncio.create_task(_start(args, model_path, scheduler))
-    backend = None
-    try:
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            return 0
-        backend = starting.result()
-        server.open(backend.manager)
-        host, port = listener.getsockname()[:2]
-        scheme = "http" if tls is None else "https"
-        logger.info("Serving %s on %s://%s:%d", server.model_name, scheme, host, port)
-        logger.info(READY_LINE)
-        return await _until_end(backend, stopping)
-    except RuntimeError as error:
-        logger.error("%s", error)
-        return 1
-    finally:
-        starting.cancel()
-        stopping.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
-        await runner.cleanup()
-        if backend is not None:
-            await backend.close()
+    async with server.listening(listener, tls, LISTEN_BACKLOG):
+        stopping = asyncio.create_task(stop.wait())
+        starting = asyncio.create_task(_start(args, model_path, scheduler))
+        backend = None
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                return 0
+            backend = starting.result()
+            server.open(backend.manager)
+            host, port = listener.getsockname()[:2]
+            scheme = "http" if tls is None else "https"
+            logger.info("Serving %s on %s://%s:%d", server.model_name, scheme, host, port)
+            logger.info(READY_LINE)
+            return await _until_end(backend, stopping)
+        except RuntimeError as error:
+            logger.error("%s", error)
+            return 1
+        finally:
+            starting.cancel()
+            stopping.cancel()
+            await asyncio.gather(starting, stopping, return_exceptions=True)
+            if backend is not None:
+                await backend.close()
 
 
 async def _start(args: ServerArgs, model_path: Path, scheduler: SchedulerHandle) -> Backend:

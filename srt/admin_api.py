@@ -61,20 +61,15 @@ class AdminRoutes:
 
     async def pause_generation(self, request: web.Request) -> web.Response:
         """`{"mode": ...}`: `in_place` keeps the live requests and their memory for
-        /continue_generation, `abort` (the default, as in SGLang) ends them. New requests wait."""
+        /continue_generation, `retract` keeps them without memory (/flush_cache then works), `abort`
+        (the default, as in SGLang) ends them. New requests wait."""
         body = await _read_object(request) if request.body_exists else {}
         mode = optional(body, "mode", str, "abort")
         if mode not in PAUSE_MODES:
             raise RequestError(
                 f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode[:50]!r}.", param="mode"
             )
-        if mode == "retract":
-            raise RequestError(
-                "mode 'retract' is not supported by this server; 'in_place' pauses the requests "
-                "with their KV cache, 'abort' ends them.",
-                param="mode",
-            )
-        await self._get_manager().pause(abort=mode == "abort")
+        await self._get_manager().pause(abort=mode == "abort", retract=mode == "retract")
         message = "Generation paused successfully."
         return json_response({"message": message, "status": "ok", "mode": mode})
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 from aiohttp import hdrs, web
 
@@ -19,6 +21,7 @@ from srt.generate_api import (
     logprob_format,
     parse_generate_body,
 )
+from srt.header_timeout import HeaderTimers
 from srt.http_auth import Keys
 from srt.http_json import (
     BODY_TIMEOUT,
@@ -63,6 +66,7 @@ class HttpServer:
         self._manager: TokenizerManager | None = None
         self.metrics = HttpMetrics(self.model_name, lambda: self._manager)
         self.app = web.Application(middlewares=[self._frame], client_max_size=args.max_body_bytes)
+        self.header_timers = HeaderTimers(args.header_timeout)
         self.app[BODY_TIMEOUT] = args.body_timeout
         self.app[KEY_OWNER] = self.keys.owner
         self.app.on_response_prepare.append(self._allow_origin)
@@ -83,12 +87,30 @@ class HttpServer:
         OpenAIRoutes(self.model_name, lambda: self.manager).add_to(self.app.router)
         TokenizeRoutes(lambda: self.manager).add_to(self.app.router)
 
-    def runner(self) -> web.AppRunner:
-        """What serves the application: no access log, and a client that goes away cancels its
-        handler, which aborts its request."""
-        return web.AppRunner(
+    @asynccontextmanager
+    async def listening(
+        self, listener: socket.socket, tls: ssl.SSLContext | None = None, backlog: int = 128
+    ) -> AsyncIterator[None]:
+        """Serve whoever connects to `listener`; at the end, hang up. `backlog`: connections that
+        the system holds until they are accepted. There is no access log, and a client that goes
+        away cancels its handler, which aborts its request."""
+        runner = web.AppRunner(
             self.app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
         )
+        await runner.setup()
+        connection = runner.server
+        assert connection is not None, "it is set up"
+        acceptor = await asyncio.get_running_loop().create_server(
+            lambda: self.header_timers.wrap(connection),
+            sock=listener,
+            ssl=tls,
+            backlog=backlog,
+        )
+        try:
+            yield
+        finally:
+            acceptor.close()
+            await runner.cleanup()
 
     def open(self, manager: TokenizerManager) -> None:
         """Start to serve requests with `manager`, whose scheduler is ready."""
@@ -106,7 +128,8 @@ class HttpServer:
 
     @web.middleware
     async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every route: the counts."""
+        """Around every route: the counts, and the connection's timer."""
+        self.header_timers.on_request(request)
         key = self.metrics.on_request(request)
         try:
             response = await self._answer(request, handler)
@@ -114,6 +137,7 @@ class HttpServer:
             return response
         finally:
             self.metrics.on_end(key)
+            self.header_timers.on_answered(request)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The keys, the start-up gate, and errors in the documented shape."""

@@ -268,7 +268,7 @@ def _typed(name: str, value: Any) -> Any:
         return tuple(dict.fromkeys(ids))
     if name == "logit_bias":
         _checked(name, value, isinstance(value, Mapping), "a map")
-        return {_token_id(key): _number(name, bias) for key, bias in value.items()} or None
+        return _logit_bias(value) or None
     return _number(name, value)
 
 
@@ -304,6 +304,16 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except OverflowError:
         return math.inf  # out of every range
+
+
+def _logit_bias(value: Mapping[Any, Any]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        token_id = _token_id(key)
+        if token_id in biases:
+            raise SamplingParamsError(f"logit_bias must name token {token_id} once.")
+        biases[token_id] = _number("logit_bias", bias)
+    return biases
 
 
 def _token_id(key: Any) -> int:

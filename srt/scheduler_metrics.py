@@ -10,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from srt.managers.io_struct import ReadyMsg
 
 # Every reason a request may wait for, so that a series exists before its first time.
-BLOCKERS = ("slots", "kv", "prefill_budget", "prefix", "decode_turn", "paused")
-RETRACTION_CAUSES = ("kv", "forced", "priority")
+BLOCKERS = ("slots", "kv", "prefill_budget", "prefix", "decode_turn", "batching", "paused")
+RETRACTION_CAUSES = ("kv", "forced", "priority", "pause")
 PHASES = {"P": "prefill", "D": "decode", "M": "mixed"}
 STEP_PARTS = ("receive", "choose", "run", "process")
 # A scheduler is one rank here, and says so in the labels dashboards filter by.

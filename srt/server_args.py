@@ -106,6 +106,9 @@ class ServerArgs:
         "*", "web pages that may call the server: * for all, none, or origins with commas"
     )
     max_body_bytes: int = option(64 * 2**20, "largest body of a request; more is a 413", low=1024)
+    header_timeout: float = option(
+        30.0, "seconds that a request's head may take to arrive; then the server hangs up", low=0.1
+    )
     body_timeout: float = option(
         60.0, "seconds that a request's body may take to arrive; longer is a 408", low=0.1
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,6 @@ from typing import Any
 
 import aiohttp
 import tokenizers
-from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from srt.http_server import HttpServer
@@ -322,17 +322,11 @@ async def serving_fake(
 ) -> AsyncIterator[RunningServer]:
     async with running_manager(ipc_dir, script, passes, **args) as (manager, fake):
         server = HttpServer(manager.args)
-        runner = server.runner()
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
         server.open(manager)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            async with aiohttp.ClientSession(url) as session:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with server.listening(listener), aiohttp.ClientSession(url) as session:
                 yield RunningServer(server, manager, fake, session, url)
-        finally:
-            await runner.cleanup()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -97,7 +97,16 @@ def test_a_pause_that_aborts_ends_the_live_requests_first(tmp_path, body):
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("mode", ["retract", "soon", 5])
+def test_a_pause_can_ask_for_the_memory_too(tmp_path):
+    async def scenario():
+        async with serving_fake(tmp_path) as http:
+            assert (await http.post("/pause_generation", {"mode": "retract"}))[0] == 200
+            assert [(m.paused, m.retract) for m in http.fake.of_type(PauseReq)] == [(True, True)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["soon", 5])
 def test_a_pause_that_is_not_possible_is_a_400_that_names_the_mode(tmp_path, mode):
     async def scenario():
         async with serving_fake(tmp_path) as http:

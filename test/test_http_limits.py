@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 import ssl
 import subprocess
 from contextlib import contextmanager
@@ -40,6 +41,48 @@ def test_a_body_that_does_not_come_is_a_408(tmp_path):
             answer = await raw_exchange(http, HEAD + b'Content-Length: 100\r\n\r\n{"text')
             assert answer.startswith(b"HTTP/1.1 408 ") and b"--body-timeout" in answer
             assert (await http.post("/generate", {"text": "x", "sampling_params": few()}))[0] == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /he", HEAD])
+def test_a_head_that_does_not_come_ends_the_connection(tmp_path, begun):
+    async def scenario():
+        async with serving_fake(tmp_path, header_timeout=0.1) as http:
+            assert await raw_exchange(http, begun) == b""
+            assert (await http.get("/health"))[0] == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_head_that_drips_ends_a_connection_that_was_answered_before(tmp_path):
+    async def scenario():
+        async with serving_fake(tmp_path, header_timeout=0.2) as http:
+            host, port = http.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            await asyncio.sleep(0.3)  # idle is no offence
+            writer.write(b"GET /ping")
+            hung_up = asyncio.create_task(reader.read())
+            for _ in range(20):
+                await asyncio.sleep(0.03)
+                if hung_up.done():
+                    break
+                writer.write(b"g")
+            assert hung_up.done()
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut(tmp_path):
+    async def scenario():
+        async with serving_fake(tmp_path, passes=0, header_timeout=0.1) as http:
+            body = {"text": "x", "sampling_params": few()}
+            asked = asyncio.create_task(http.post("/generate", body))
+            await asyncio.sleep(0.3)
+            http.fake.passes_left = 100
+            assert (await asked)[0] == 200
 
     asyncio.run(scenario())
 
@@ -187,25 +230,21 @@ def certificate(tmp_path_factory):
 
 
 def test_the_server_speaks_tls_with_its_certificate(certificate):
-    from aiohttp import web
-
     cert, key = certificate
 
     async def scenario():
         args = ServerArgs(ssl_certfile=cert, ssl_keyfile=key)
-        runner = HttpServer(args).runner()
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls_context(args)).start()
-            url = f"https://127.0.0.1:{runner.addresses[0][1]}/ping"
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            url = f"https://127.0.0.1:{listener.getsockname()[1]}/ping"
             trusting = ssl.create_default_context(cafile=cert)
-            async with aiohttp.ClientSession() as session:
+            async with (
+                HttpServer(args).listening(listener, tls_context(args)),
+                aiohttp.ClientSession() as session,
+            ):
                 async with session.get(url, ssl=trusting) as response:
                     assert response.status == 200
                 with pytest.raises(aiohttp.ClientError):
                     await session.get(url.replace("https", "http"))
-        finally:
-            await runner.cleanup()
 
     asyncio.run(scenario())
 
@@ -221,3 +260,18 @@ def test_files_for_tls_that_are_no_such_are_named(tmp_path, certificate):
     ):
         with pytest.raises(StartError, match="--ssl-certfile"):
             tls_context(ServerArgs(**args))
+
+
+@pytest.mark.parametrize("header", [False, True])
+def test_a_tenants_name_has_a_limit(tmp_path, header):
+    async def scenario():
+        async with serving_fake(tmp_path) as http:
+            for length, status in ((256, 200), (257, 400)):
+                name = "t" * length
+                body = {"text": "x", "sampling_params": few(), **({} if header else {"user": name})}
+                headers = {"X-Tenant": name} if header else {}
+                got, answer = await http.post("/generate", body, headers=headers)
+                assert got == status
+            assert "at most 256 characters, got 257" in answer["message"]
+
+    asyncio.run(scenario())

@@ -277,3 +277,9 @@ def test_greedy_is_no_temperature_or_one_candidate():
     assert SamplingParams(temperature=9e-7).is_greedy
     assert SamplingParams(top_k=1).is_greedy
     assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+@pytest.mark.parametrize("biases", [{"5": 1.0, "05": 2.0}, {5: 1.0, "5": 2.0}])
+def test_a_token_with_two_biases_is_refused(biases):
+    with pytest.raises(SamplingParamsError, match="logit_bias must name token 5 once"):
+        SamplingParams.parse({"logit_bias": biases}, {})

@@ -37,6 +37,7 @@ OTHER_VALUES = {
     "cors_allow_origins": "https://a.example",
     "max_body_bytes": 2048,
     "body_timeout": 1.5,
+    "header_timeout": 2.5,
     "queue_timeout": 2.5,
     "request_timeout": 3.5,
     "skip_server_warmup": True,

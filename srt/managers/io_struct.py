@@ -88,10 +88,12 @@ class JournalReq(msgspec.Struct, tag=True):
 
 
 class PauseReq(msgspec.Struct, tag=True):
-    """Stop choosing passes (requests keep their memory), or go on."""
+    """Stop choosing passes, or go on. Requests keep their memory, unless `retract` sends those that
+    run back to the queue."""
 
     id: int
     paused: bool
+    retract: bool = False
 
 
 class UpdateSchedulerReq(msgspec.Struct, tag=True):

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 # is done in a thread.
 _THREAD_TOKENIZE_CHARS = 20_000
 
+# A tenant's name is kept for the whole life of the server, in counters and in metrics.
+MAX_TENANT_CHARS = 256
+
 # The golden ratio in 63 bits: consecutive multiples are as far apart as they can be.
 _SEED_STEP = 0x4F1BBCDCBFA53E0B
 _SEED_MASK = 2**63 - 1
@@ -277,6 +280,13 @@ def _check_crossing(call_input: GenerateReqInput) -> None:
     """RequestError for what no message to the scheduler can hold: bytes of a header that are not
     UTF-8, a lone surrogate of a Python string, an integer beyond 64 bits. The sender would only
     find out when it could no longer tell whose it was."""
+    if call_input.tenant is not None and len(call_input.tenant) > MAX_TENANT_CHARS:
+        field_name = _CROSSING["tenant"]
+        raise RequestError(
+            f"{field_name} must have at most {MAX_TENANT_CHARS} characters, got "
+            f"{len(call_input.tenant)}.",
+            param="user",
+        )
     for name, field_name in _CROSSING.items():
         try:
             msgspec.msgpack.encode(getattr(call_input, name))

@@ -464,6 +464,22 @@ class Scheduler:
         gained = self.memory.available - before
         self._note_retraction("forced", [victim], gained, self.admission.ratio.value)
 
+    def retract_all(self) -> None:
+        """Send everyone who runs back to the queue, in their order: for a pause that holds no
+        memory."""
+        self._settle_in_flight()
+        self._merge_last_batch()
+        before, ratio = self.memory.available, self.admission.ratio.value
+        victims = [] if self.running_batch is None else list(self.running_batch.reqs)
+        if self.chunked_req is not None:
+            victims.append(self.chunked_req)
+            self.chunked_req = None
+        for req in reversed(victims):
+            self._retract(req)
+        self._drop_ended()
+        if victims:
+            self._note_retraction("pause", victims, self.memory.available - before, ratio)
+
     def _preempt_for_priority(self) -> None:
         """Make room for a waiting request that is more important than running ones by more than the
         threshold. They go back to the queue, first in their own class."""
@@ -665,7 +681,8 @@ class Scheduler:
         self._answer_flushes()
 
     def _answer_flushes(self) -> None:
-        is_idle = not self.live and self.in_flight is None
+        holds_nothing = not self.live or (self.paused and not self.memory.used)
+        is_idle = holds_nothing and self.in_flight is None
         self._flushes.answer(is_idle, self.clock(), self.load, self.channel.send)
 
     # --- what it tells ---

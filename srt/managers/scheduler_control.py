@@ -87,9 +87,9 @@ class SchedulerControl:
         views: list[dict[str, Any]] = await self._result(RequestsReq(next(self._ids), rid))
         return views
 
-    async def pause(self, paused: bool) -> None:
+    async def pause(self, paused: bool, retract: bool = False) -> None:
         """Stop choosing passes, or go on. Requests keep their memory."""
-        await self._result(PauseReq(next(self._ids), paused))
+        await self._result(PauseReq(next(self._ids), paused, retract))
         logger.info("Generation %s", "paused" if paused else "continued")
 
     async def change_settings(self, values: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,9 @@ class SchedulerLog:
         if event.cause == "priority":
             logger.warning(f"Retract requests for one of higher priority. {counts}")
             return
+        if event.cause == "pause":
+            logger.warning(f"Retract all requests for a pause. {counts}")
+            return
         logger.warning(
             f"KV cache pool is full. Retract requests. {counts}, "
             f"#new_token_ratio: {event.old_ratio:.4f} -> {event.new_ratio:.4f}"

@@ -361,12 +361,12 @@ class TokenizerManager:
         self._check_accepting()
         return await self.control.flush_cache(timeout)
 
-    async def pause(self, abort: bool) -> None:
-        """Stop generating: the live requests wait, with their memory, or are aborted first. New
-        ones are accepted and wait."""
+    async def pause(self, abort: bool = False, retract: bool = False) -> None:
+        """Stop generating: the live requests wait, with their memory or without, or are aborted
+        first. New ones are accepted and wait."""
         if abort:
             self.abort_all()
-        await self.control.pause(True)
+        await self.control.pause(True, retract)
 
     async def resume(self) -> None:
         await self.control.pause(False)

@@ -5,7 +5,15 @@ import re
 import pytest
 from scheduler_harness import Harness
 
-from srt.managers.io_struct import ControlOut, JournalReq, PauseReq, RequestsReq, UpdateSchedulerReq
+from srt.managers.io_struct import (
+    ControlOut,
+    FlushCacheOut,
+    FlushCacheReq,
+    JournalReq,
+    PauseReq,
+    RequestsReq,
+    UpdateSchedulerReq,
+)
 from srt.managers.scheduler_view import internal_state, requests_view
 
 
@@ -100,6 +108,32 @@ def test_pausing_stops_passes_and_keeps_everything():
     assert ask(harness, PauseReq(2, False)).result == {"paused": False}
     harness.run()
     assert len(harness.outputs["a"]) == 20 and len(harness.outputs["b"]) == 5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pause_that_retracts_frees_all_memory_and_loses_nothing(overlap, caplog):
+    harness = Harness(pool_size=600, chunk=32, overlap=overlap)
+    alone = Harness()
+    loads = {"a": (prompt(1, 10), 20), "b": (prompt(2, 12), 30), "long": (prompt(3, 100), 4)}
+    for rid, (ids, max_new) in loads.items():
+        for each in (harness, alone):
+            each.send(rid, ids, max_new)
+    alone.run()
+    for _ in range(4):
+        harness.step()
+    assert harness.memory.used > 0
+    assert ask(harness, PauseReq(1, True, retract=True)).result == {"paused": True}
+    assert harness.memory.used == 0 and not harness.scheduler.running_batch
+    assert "Retract all requests for a pause. #retracted_reqs:" in caplog.text
+    harness.channel.inbox.append(FlushCacheReq(2))
+    harness.step()
+    (flushed,) = [m for m in harness.channel.outbox if isinstance(m, FlushCacheOut)]
+    assert flushed.success and harness.memory.tree.evictable_size == 0
+    ask(harness, PauseReq(3, False))
+    harness.run()
+    assert harness.outputs == alone.outputs
+    first = [rid for rid in harness.started if harness.started[rid].num_retractions]
+    assert first, "nobody was sent back"
 
 
 def test_the_journal_answers_with_its_last_records():
