@@ -1,10 +1,10 @@
 """Breaks code on purpose and asks whether the tests notice.
 
-    python test/tools/mutate.py test/layers/attention_mutants.py [TEXT]
+    python test/tools/mutate.py test/layers/attention_mutants.py [TEXT] [--every N]
 
-The file holds MUTANTS, a list; with TEXT, only those whose names contain it are made. For each
-the tree is copied and changed, and its tests are run: they must fail, and not because the code
-no longer loads. Exit status 1 if a mutant survives.
+The file holds MUTANTS, a list; with TEXT, only those whose names contain it are made, with --every
+only each N-th of them. For each the tree is copied and changed, and its tests are run: they must
+fail, and not because the code no longer loads. Exit status 1 if a mutant survives.
 
 Mutants are forked from a process that has imported torch and Triton and computed nothing, which
 spares each of them those seconds.
@@ -12,6 +12,7 @@ spares each of them those seconds.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import multiprocessing
 import os
@@ -106,8 +107,12 @@ def load(path: Path) -> list[Mutant]:
 
 
 def main(argv: Sequence[str]) -> int:
-    text = argv[1] if len(argv) > 1 else ""
-    mutants = [mutant for mutant in load(Path(argv[0])) if text in mutant.name]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("text", nargs="?", default="")
+    parser.add_argument("--every", type=int, default=1, metavar="N")
+    args = parser.parse_args(argv)
+    mutants = [mutant for mutant in load(args.file) if args.text in mutant.name][:: args.every]
     # Before any fork, and nothing is computed: a fork of a process with busy threads may hang.
     import pytest  # noqa: F401
     import torch  # noqa: F401
