@@ -4,6 +4,9 @@ The real server stands before a scheduler process that answers at once, and a cl
 the streams; both run beside it. Counted is the CPU time of the server's process alone, so the
 results are what one core sustains, whatever else the machine does. The scheduler paces its passes:
 one that ran ahead would make the server merge tokens into fewer chunks, which costs less.
+
+`--framework fastapi` puts FastAPI and uvicorn (pip install fastapi uvicorn httptools) in the place
+of our HTTP server, with the same tokenizer manager behind them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import shutil
 import socket
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -133,7 +137,14 @@ def run_scheduler(ipc_dir: Path, tokens_per_s: float) -> None:
         channel.send(out)
 
 
-async def measure(route: str, streams: int, tokens: int, rounds: int, tokens_per_s: float) -> Row:
+async def measure(
+    route: str,
+    streams: int,
+    tokens: int,
+    rounds: int,
+    tokens_per_s: float,
+    framework: str = "aiohttp",
+) -> Row:
     """`streams` clients at once send `rounds` requests of `tokens` tokens each, one after the
     other."""
     context = multiprocessing.get_context("spawn")
@@ -141,14 +152,12 @@ async def measure(route: str, streams: int, tokens: int, rounds: int, tokens_per
     channel = FrontendChannel(ipc_dir)
     manager = TokenizerManager(ServerArgs(), model_config(), word_tokenizer(), channel)
     scheduler = context.Process(target=run_scheduler, args=(ipc_dir, tokens_per_s), daemon=True)
-    server = HttpServer(manager.args)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     children: list[SpawnProcess] = [scheduler]
     try:
         scheduler.start()
         await asyncio.wait_for(manager.wait_ready(), START_SECONDS)
-        server.open(manager)
-        async with server.listening(listener, backlog=4096):
+        async with _listening(framework, manager, listener):
             ours, theirs = context.Pipe()
             port = listener.getsockname()[1]
             client = context.Process(
@@ -172,6 +181,18 @@ async def measure(route: str, streams: int, tokens: int, rounds: int, tokens_per
         shutil.rmtree(ipc_dir, ignore_errors=True)
 
 
+def _listening(
+    framework: str, manager: TokenizerManager, listener: socket.socket
+) -> AbstractAsyncContextManager[None]:
+    if framework == "fastapi":
+        from bench import fastapi_frontend
+
+        return fastapi_frontend.listening(manager, listener)
+    server = HttpServer(manager.args)
+    server.open(manager)
+    return server.listening(listener, backlog=4096)
+
+
 def _receive(connection: Connection) -> tuple[int, int]:
     counts: tuple[int, int] = connection.recv()
     return counts
@@ -183,16 +204,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=4, help="requests of each client")
     parser.add_argument("--tokens-per-s", type=float, default=8000.0, help="of the scheduler")
-    parser.add_argument("--routes", nargs="+", default=["/generate", "/v1/completions"])
+    parser.add_argument("--routes", nargs="+", help="default: /generate and /v1/completions")
+    parser.add_argument("--framework", choices=("aiohttp", "fastapi"), default="aiohttp")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     options = parser.parse_args(argv)
+    if options.framework == "fastapi" and options.routes not in (None, ["/generate"]):
+        parser.error("--framework fastapi has the route /generate only")
+    routes = options.routes or ["/generate", "/v1/completions"]
+    if options.framework == "fastapi":
+        routes = ["/generate"]
+    framework = options.framework
     if not options.json:
         print(f"{'route':<18}{'streams':>8}{'tok/chunk':>11}{'chunks/core-s':>15}{'us/chunk':>10}")
-    for route in options.routes:
+    for route in routes:
         for streams in options.streams:
-            row = _run(
-                measure(route, streams, options.tokens, options.rounds, options.tokens_per_s)
-            )
+            load = (streams, options.tokens, options.rounds, options.tokens_per_s)
+            row = _run(measure(route, *load, framework))
             if options.json:
                 print(json.dumps({**asdict(row), "chunks_per_core_s": row.chunks_per_core_s}))
                 continue
@@ -200,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{route:<18}{streams:>8}{row.tokens / row.chunks:>11.2f}"
                 f"{row.chunks_per_core_s:>15.0f}{row.cpu_s / row.chunks * 1e6:>10.1f}"
             )
-    row = _run(measure(options.routes[0], 64, 1, 50, 1e6))
+    row = _run(measure(routes[0], 64, 1, 50, 1e6, framework))
     if options.json:
         print(json.dumps({**asdict(row), "requests_per_core_s": row.requests_per_core_s}))
     else:
