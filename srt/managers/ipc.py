@@ -50,8 +50,13 @@ class FrontendChannel:
         socket.bind(address)
         return socket
 
-    async def send(self, message: SchedulerInput) -> None:
-        await self._to_scheduler.send(self._encoder.encode(message))
+    def encode(self, message: SchedulerInput) -> bytes:
+        """What `send` takes. Whatever cannot be encoded is an error here, where it is still known
+        whose it is."""
+        return self._encoder.encode(message)
+
+    async def send(self, data: bytes) -> None:
+        await self._to_scheduler.send(data)
 
     async def recv(self) -> SchedulerOutput:
         return self._decoder.decode(await self._from_scheduler.recv())

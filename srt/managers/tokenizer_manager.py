@@ -132,7 +132,7 @@ class TokenizerManager:
         self._no_requests.set()
         self._preparer = RequestPreparer(args, model_config, tokenizer)
         self._channel = channel
-        self._outbox: asyncio.Queue[SchedulerInput] = asyncio.Queue()
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self.control = SchedulerControl(self._send)
         self.queue = QueueLimit(args.max_queued_requests)
         self.metrics = RequestMetrics()
@@ -409,7 +409,7 @@ class TokenizerManager:
     def _send(self, message: SchedulerInput) -> None:
         """Never waits, so it can be called while a request is being cancelled; keeps the order."""
         if self.status is not ServerStatus.DEAD:
-            self._outbox.put_nowait(message)
+            self._outbox.put_nowait(self._channel.encode(message))
 
     async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
         """Without these loops nothing is ever answered, so an error in one is the end."""

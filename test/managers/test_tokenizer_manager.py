@@ -478,3 +478,28 @@ def test_a_long_text_is_tokenized_without_holding_up_the_loop(tmp_path):
             assert state.request.input_ids == ids("a" * (POOL_SIZE - 1))
 
     asyncio.run(scenario())
+
+
+def test_a_message_that_cannot_be_sent_fails_its_own_request_only(tmp_path, monkeypatch):
+    async def scenario():
+        async with running_manager(tmp_path) as (manager, _):
+            encode = manager._channel.encode
+
+            def picky(message):
+                if getattr(message, "tenant", None) == "cursed":
+                    raise OverflowError("too big for the wire")
+                return encode(message)
+
+            monkeypatch.setattr(manager._channel, "encode", picky)
+            with pytest.raises(OverflowError, match="too big"):
+                await collect_all(manager, GenerateReqInput(["x"], [{}], tenant="cursed"))
+            assert manager.num_live == 0
+            states = await collect_all(
+                manager, GenerateReqInput(["x"], [{"max_new_tokens": 2}], tenant="blessed")
+            )
+            assert states[-1].text == "ab"
+
+    async def collect_all(manager, call):
+        return [state async for state in manager.generate(call)]
+
+    asyncio.run(scenario())
