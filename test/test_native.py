@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -122,3 +123,17 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     processes = [start_build(tmp_path) for _ in range(2)]
     assert [process.wait(120) for process in processes] == [0, 0]
     assert len(list(tmp_path.glob("*.so"))) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86-64's")
+@pytest.mark.parametrize("march", ["x86-64", "skylake-avx512", "cascadelake", "alderlake"])
+def test_the_kernels_compile_for_cpus_with_other_instructions(march: str, tmp_path: Path) -> None:
+    """Without AVX2, with AVX-512, with VNNI too, and with VNNI for AVX2 alone."""
+    command = [
+        *(srt.native._find_compiler(), *srt.native.FLAGS, f"-march={march}", "-O1"),
+        *(str(srt.native.SOURCES / "kernels.cpp"), "-o", str(tmp_path / "kernels.so")),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
