@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import time
+from contextlib import ExitStack
 from itertools import islice
 
 import pytest
-from real_server import GREEDY, RealServer, wait_until
+from real_server import GREEDY, RealServer, message_of, wait_until
 
 LONG = {**GREEDY, "max_new_tokens": 2000, "ignore_eos": True}
 
@@ -63,3 +65,50 @@ def test_a_request_left_while_it_waits_never_runs(tight: RealServer) -> None:
     tight.wait_idle()
     admitted = {entry["rid"] for r in tight.journal() for entry in r.get("admitted", [])}
     assert not any(rid.startswith("waits#") for rid in admitted)
+
+
+def test_clients_that_give_up_in_a_long_prefill_end_alone(roomy: RealServer) -> None:
+    """H29: 15 chunks, left after the first few, 20 times; a stream beside them is undisturbed."""
+    params = {**GREEDY, "max_new_tokens": 400, "ignore_eos": True}
+    alone = roomy.ask("/generate", text="neighbour", sampling_params=params)["output_ids"]
+    neighbour = roomy.stream("/generate", text="neighbour", sampling_params=params)
+    next(neighbour)
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for i in range(20):
+        ids = [(i * 37 + j * j) % 90 + 5 for j in range(1900)]
+        data = json.dumps({"input_ids": ids, "sampling_params": LONG}).encode()
+        with socket.create_connection(("127.0.0.1", roomy.port)) as sock:
+            sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            time.sleep(0.02)
+    *_, last = neighbour
+    assert last["output_ids"] == alone
+    roomy.wait_idle(10)
+
+
+@pytest.mark.slow
+def test_a_load_that_is_killed_again_and_again_leaves_nothing(roomy: RealServer) -> None:
+    """H30: 300 connections at once, all cut after a moment, five times; then one request."""
+    data = json.dumps({"text": "x", "sampling_params": LONG, "stream": True}).encode()
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+    for _ in range(5):
+        with ExitStack() as stack:
+            for _ in range(300):
+                sock = stack.enter_context(socket.create_connection(("127.0.0.1", roomy.port)))
+                sock.sendall(request)
+            time.sleep(0.5)
+    assert len(roomy.ids("afterwards", max_new_tokens=3, ignore_eos=True)) == 3
+    roomy.wait_idle(20)
+
+
+def test_an_id_that_is_live_is_refused_and_free_afterwards(roomy: RealServer) -> None:
+    """H31: twice at once, then once more."""
+    params = {**GREEDY, "max_new_tokens": 60, "ignore_eos": True}
+    body = {"text": "same", "rid": "same", "sampling_params": params}
+    first = roomy.stream("/generate", **body)
+    next(first)
+    status, answer = roomy.post("/generate", **body)
+    assert status == 400 and "Duplicate request ID detected: same" in message_of(answer)
+    *_, last = first
+    assert last["meta_info"]["completion_tokens"] == 60
+    assert roomy.ask("/generate", **body)["output_ids"] == last["output_ids"]

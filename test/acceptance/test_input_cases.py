@@ -317,3 +317,12 @@ def test_a_body_that_is_not_compressed_as_it_says_is_refused(roomy: RealServer) 
     assert answer.startswith(b"HTTP/1.1 413 ")
     answer = send_bytes(roomy, b"Content-Encoding: gzip", data=gzip.compress(GOOD.encode()))
     assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("message", [5, {}, {"role": 7}, {"role": "user", "content": [[]]}])
+def test_a_refusal_does_not_repeat_a_large_input(roomy: RealServer, message: object) -> None:
+    """H16: 5000 messages, each of a wrong shape."""
+    data = json.dumps({"messages": [message] * 5000}).encode()
+    status, answer = roomy.raw("/v1/chat/completions", data)
+    assert status == 400
+    assert "messages" in message_of(answer) and len(json.dumps(answer)) < 4096

@@ -234,3 +234,14 @@ def test_many_answers_to_concurrent_clients_are_their_own(
 ) -> None:
     """H08: fifty each, where the pool overflows."""
     answers_belong_to_their_prompts(tight, num_threads, rounds=50)
+
+
+def test_prompts_in_one_batch_answer_as_each_does_alone(default_server: RealServer) -> None:
+    """H20: five prompts that each hold a number to repeat, with the default model on a CPU."""
+    prompts = [f"Repeat this number exactly: {n}. The number is" for n in (17, 4242, 803, 96, 551)]
+    alone = [default_server.ids(prompt, max_new_tokens=24) for prompt in prompts]
+    together = default_server.ask(
+        "/generate", text=prompts, sampling_params={"temperature": 0, "max_new_tokens": 24}
+    )
+    assert [answer["output_ids"] for answer in together] == alone
+    assert len({tuple(ids) for ids in alone}) == 5
