@@ -21,7 +21,6 @@ from srt.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 READY_LINE = "The server is fired up and ready to roll!"
-DRAIN_SECONDS = 30.0
 LISTEN_BACKLOG = 2048
 
 
@@ -165,7 +164,7 @@ async def _until_end(backend: Backend, stopping: asyncio.Task[bool]) -> int:
                 manager.num_live,
                 manager.live_rids,
             )
-            await manager.drain(DRAIN_SECONDS)
+            await manager.drain(manager.args.drain_timeout)
     finally:
         dying.cancel()
     if manager.failure:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -16,19 +15,18 @@ from srt.managers.tokenizer_manager import TokenizerManager
 from srt.model_config import ModelConfig, load_model_config
 from srt.model_files import resolve_model
 from srt.server_args import ServerArgs
+from srt.supervisor import Supervisor
 from srt.tokenizer import Tokenizer, load_tokenizer
 
-# A process that dies of an error says so before it exits; this long its message may take.
-_LAST_WORDS_SECONDS = 0.3
 WARMUP_TOKENS = 8
 
 
 class Backend:
     """Ready to generate. Lives on the event loop that started it."""
 
-    def __init__(self, manager: TokenizerManager, scheduler: SchedulerHandle) -> None:
+    def __init__(self, manager: TokenizerManager, supervisor: Supervisor) -> None:
         self.manager = manager
-        self._scheduler = scheduler
+        self._supervisor = supervisor
 
     @classmethod
     async def start(cls, args: ServerArgs, model_path: Path, scheduler: SchedulerHandle) -> Backend:
@@ -41,13 +39,13 @@ class Backend:
         except BaseException:
             scheduler.stop()
             raise
-        backend = cls(manager, scheduler)
-        scheduler.watch(_after_last_words(manager))
+        backend = cls(manager, Supervisor(args, manager, scheduler))
         try:
             await manager.wait_ready()
         except BaseException:
             await backend.close()
             raise
+        backend._supervisor.start()
         return backend
 
     async def warm_up(self) -> None:
@@ -72,15 +70,8 @@ class Backend:
                     raise RuntimeError(f"The warm-up request failed: {error.message}")
 
     async def close(self) -> None:
+        await self._supervisor.close()
         await self.manager.close()
-        self._scheduler.stop()
-
-
-def _after_last_words(manager: TokenizerManager) -> Callable[[str], None]:
-    def on_exit(description: str) -> None:
-        asyncio.get_running_loop().call_later(_LAST_WORDS_SECONDS, manager.fail, description)
-
-    return on_exit
 
 
 def cache_dir(args: ServerArgs) -> Path | None:

@@ -112,6 +112,18 @@ class ServerArgs:
     body_timeout: float = option(
         60.0, "seconds that a request's body may take to arrive; longer is a 408", low=0.1
     )
+    max_restarts: int = option(
+        5, "replacements of a scheduler process that died, in 5 minutes, before giving up", low=0
+    )
+    watchdog_timeout: float = option(
+        300.0, "seconds without a turn of the scheduler loop after which it is replaced", low=0.5
+    )
+    crash_dump_folder: str | None = option(
+        None, "where to leave a crash dump on giving up; else the folder for temporary files"
+    )
+    drain_timeout: float = option(
+        30.0, "seconds that running requests get to finish after SIGTERM", low=0.0
+    )
     skip_server_warmup: bool = option(False, "report ready without a first generation")
     log_level: str = option(
         "info", "least severe messages to log", choices=("debug", "info", "warning", "error")

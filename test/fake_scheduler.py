@@ -151,7 +151,9 @@ class FakeScheduler(threading.Thread):
                 started = {0: StartedInfo(0, 0.0)}
                 channel.send(BatchTokenOut([message.rid], [-1], {0: length}, started))
             else:
-                self.live[message.rid] = _Row(message, self.script(message))
+                self.live[message.rid] = _Row(
+                    message, self.script(message), len(message.output_ids)
+                )
         elif isinstance(message, AbortReq):
             if self.live.pop(message.rid, None) is not None and not message.finished:
                 reason = FinishReason(FinishType.ABORT, message="Aborted")
@@ -221,7 +223,7 @@ class FakeScheduler(threading.Thread):
             row.num_out += 1
             out.rids.append(rid)
             out.token_ids.append(token)
-            if row.num_out == 1:
+            if row.num_out == len(row.request.output_ids) + 1:
                 out.started[i] = StartedInfo(cached_tokens=2, queue_time=0.25)
             params = row.request.sampling_params
             if token == EOS and not params.ignore_eos:

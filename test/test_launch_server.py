@@ -19,6 +19,7 @@ from tiny_model import fake_handle_class, write_tiny_model
 
 import launch.launch_server
 from launch.launch_server import READY_LINE, StartError, listen, main
+from srt.managers.io_struct import TokenizedGenerateReq
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,16 +121,50 @@ def test_the_schedulers_death_ends_the_server_with_1(tmp_path, made, caplog):
         wait_until(lambda: ready(port))
         made[0].fake.die("the card fell out")
 
+    folder = str(write_tiny_model(tmp_path))
+    dumps = tmp_path / "dumps"
+    limits = ["--max-restarts", "0", "--crash-dump-folder", str(dumps)]
     with client_thread(work):
-        code = main(["--model-path", str(write_tiny_model(tmp_path)), "--port", str(port)])
+        code = main(["--model-path", folder, "--port", str(port), *limits])
     assert code == 1
     assert any("the card fell out" in message for message in caplog.messages)
-    assert not made[0].ipc_dir.exists()
+    assert not made[0].ipc_dir.exists() and len(made) == 1
+    [dump] = dumps.iterdir()
+    first = json.loads(dump.read_text().splitlines()[0])
+    assert first["crash"] == "The scheduler failed: the card fell out"
+
+
+def test_a_dead_scheduler_is_replaced_and_an_open_request_goes_on(tmp_path, made, caplog):
+    port = free_port()
+    answers = []
+
+    def work():
+        wait_until(lambda: ready(port))
+        made[0].fake.passes_left = 2
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 6}}
+        running = threading.Thread(
+            target=lambda: answers.append(request(port, "POST", "/generate", body))
+        )
+        running.start()
+        wait_until(lambda: made[0].fake.passes_left == 0)
+        time.sleep(0.2)  # its two tokens arrive
+        made[0].fake.die("the card fell out")
+        running.join(30)
+        wait_until(lambda: ready(port))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with client_thread(work):
+        code = main(["--model-path", str(write_tiny_model(tmp_path)), "--port", str(port)])
+    assert code == 0 and len(made) == 2
+    [(status, text)] = answers
+    assert status == 200 and json.loads(text)["text"] == "abcdef"
+    [again] = [m for m in made[1].fake.of_type(TokenizedGenerateReq) if m.output_ids]
+    assert len(again.output_ids) == 2 and again.resume.was_admitted
+    assert any("was replaced in" in message for message in caplog.messages)
+    assert not any(each.ipc_dir.exists() for each in made)
 
 
 def test_the_warm_up_runs_before_the_server_is_ready_unless_skipped(tmp_path, made):
-    from srt.managers.io_struct import TokenizedGenerateReq
-
     write_tiny_model(tmp_path)
     for extra, expected in ([], 1), (["--skip-server-warmup"], 0):
         port = free_port()
@@ -233,7 +268,7 @@ def test_the_death_of_either_process_is_the_death_of_both(tmp_path):
     import psutil
 
     write_tiny_model(tmp_path)
-    with RealServer(tmp_path) as server:
+    with RealServer(tmp_path, "--max-restarts", "0") as server:
         server.wait_ready()
         [child] = server.children()
         child.kill()

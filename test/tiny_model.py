@@ -17,6 +17,7 @@ from fake_scheduler import (
     byte_tokenizer,
 )
 
+from srt.managers.black_box import black_box_path, create_black_box
 from srt.managers.ipc import make_ipc_dir
 
 
@@ -51,9 +52,15 @@ class FakeHandle:
     made: list[FakeHandle]
 
     def __init__(self, args: Any, model_path: Path) -> None:
+        self._args, self._model_path = args, model_path
         self.ipc_dir = make_ipc_dir()
+        self.black_box = black_box_path(self.ipc_dir)
+        create_black_box(self.black_box)
         self.fake = FakeScheduler(self.ipc_dir, alphabet)
         self.made.append(self)
+
+    def another(self) -> FakeHandle:
+        return type(self)(self._args, self._model_path)
 
     def watch(self, on_exit: Callable[[str], None]) -> None:
         self.fake.start()  # not before: it would wait to say "ready" to nobody

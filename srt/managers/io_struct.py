@@ -35,9 +35,21 @@ class FinishReason(msgspec.Struct, array_like=True):
 # ---------------------------------------------------------------------
 
 
+class ResumeInfo(msgspec.Struct, array_like=True):
+    """What a scheduler knew of a request whose process is gone. `age`: seconds since it was first
+    queued; the rest as in StartedInfo, of use only if it `was_admitted`."""
+
+    age: float
+    was_admitted: bool = False
+    cached_tokens: int = 0
+    queue_time: float = 0.0
+    num_retractions: int = 0
+    recomputed_tokens: int = 0
+
+
 class TokenizedGenerateReq(msgspec.Struct, tag=True):
     """One request, tokenized. `output_ids` are tokens already given to the client (a resubmitted
-    request); they count against `max_new_tokens`. Times are `time.time()` seconds."""
+    request, see `resume`); they count against `max_new_tokens`. Times are `time.time()` seconds."""
 
     rid: str
     input_ids: list[int]
@@ -51,6 +63,7 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True):
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
+    resume: ResumeInfo | None = None
 
 
 class AbortReq(msgspec.Struct, tag=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from srt.managers.io_struct import FinishReason, TokenizedGenerateReq
+from srt.managers.io_struct import FinishReason, ResumeInfo, TokenizedGenerateReq
 from srt.managers.req_logprobs import ReqLogprobs
 from srt.mem_cache.radix_cache import TokenArray, TreeNode
 from srt.sampling_params import SamplingParams
@@ -60,6 +60,7 @@ class Req:
     bypassed: int = 0  # requests behind it admitted while it did not fit
     cached_tokens: int = 0  # of the first admission
     queue_time: float = 0.0  # of the first admission
+    was_admitted: bool = False  # at least once, perhaps by a scheduler that is gone
     num_retractions: int = 0
     retracted_len: int = 0  # tokens with KV at the last retraction
     recomputed_tokens: int = 0  # tokens whose KV was computed again after retractions
@@ -67,6 +68,8 @@ class Req:
     @classmethod
     def from_message(cls, message: TokenizedGenerateReq, max_new_tokens: int, now: float) -> Req:
         params = message.sampling_params
+        resume = message.resume or ResumeInfo(age=0.0)
+        arrival_time = now - resume.age
         return cls(
             rid=message.rid,
             input_ids=np.array(message.input_ids, dtype=np.int32),
@@ -76,10 +79,15 @@ class Req:
             priority=message.priority,
             extra_key=message.extra_key,
             tenant=message.tenant,
-            arrival_time=now,
+            arrival_time=arrival_time,
             logprobs=ReqLogprobs.from_message(message),
             output_ids=list(message.output_ids),
-            queued_at=now,
+            queued_at=arrival_time,
+            cached_tokens=resume.cached_tokens,
+            queue_time=resume.queue_time,
+            was_admitted=resume.was_admitted,
+            num_retractions=resume.num_retractions,
+            recomputed_tokens=resume.recomputed_tokens,
         )
 
     @property

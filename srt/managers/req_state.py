@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from srt.managers.detokenizer import Detokenizer
 from srt.managers.io_struct import (
     FinishReason,
     FinishType,
+    ResumeInfo,
     StartedInfo,
     TokenizedGenerateReq,
     TokenLogprobs,
@@ -93,6 +96,21 @@ class ReqState:
             self.input_logprobs += prompt
         if output is not None:
             self.output_logprobs.append(output)
+
+    def resumed_request(self, was_admitted: bool) -> TokenizedGenerateReq:
+        """The request for a scheduler that has never seen it, to go on after the last output."""
+        return msgspec.structs.replace(
+            self.request,
+            output_ids=list(self.output_ids),
+            resume=ResumeInfo(
+                age=max(0.0, time.time() - self.request.arrival_time),
+                was_admitted=was_admitted,
+                cached_tokens=self.cached_tokens,
+                queue_time=self.queue_time or 0.0,
+                num_retractions=self.num_retractions,
+                recomputed_tokens=self.recomputed_tokens,
+            ),
+        )
 
     def add_token(self, token_id: int, finish: FinishReason | None) -> None:
         """Take one token (-1: none, the request just ends) and maybe the scheduler's finish reason.

@@ -66,7 +66,7 @@ class WaitingQueue:
     def change_policy(self, policy: SchedulePolicy) -> None:
         """Everyone waiting keeps waiting, in the new order."""
         for req in self._by_age.values():
-            if req.num_retractions:
+            if req.was_admitted:
                 policy.add_front(req)
             else:
                 policy.add(req)

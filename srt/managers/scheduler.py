@@ -15,6 +15,7 @@ from srt.forward_batch import ForwardBatch
 from srt.journal import Journal, RefusedEntry, StepRecord
 from srt.managers.admission import Admission
 from srt.managers.batching import Batching, BatchingState, ContinuousBatching
+from srt.managers.black_box import BlackBox
 from srt.managers.cache_flushes import CacheFlushes
 from srt.managers.io_struct import (
     AbortReq,
@@ -82,6 +83,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         mixed: bool = False,
         batching: Batching | None = None,
+        black_box: BlackBox | None = None,
     ) -> None:
         self.runner = runner
         self.channel = channel
@@ -92,7 +94,7 @@ class Scheduler:
         self.retraction = retraction
         self.model = model
         self.log = log
-        self.recorder = StepRecorder(journal)
+        self.recorder = StepRecorder(journal, black_box)
         self.clock = clock
         self.mixed = mixed
         self.batching = ContinuousBatching() if batching is None else batching
@@ -121,6 +123,7 @@ class Scheduler:
         turn = self.step_overlap if overlap else self.step
         while True:
             turn()
+            self.recorder.on_turn()
 
     def step(self) -> Pass | None:
         """One turn: receive, choose, run, process, or rest."""
@@ -219,7 +222,14 @@ class Scheduler:
         self.live[req.rid] = req
         self._num_asking += req.logprobs is not None
         self.recorder.on_arrival(req)
-        self.waiting_queue.append(req)
+        if req.remaining <= 0 < req.max_new_tokens:
+            # Resumed in a pool too small for what it has already produced.
+            del self.live[req.rid]
+            self._send_end(req.rid, FinishReason(FinishType.LENGTH))
+        elif req.was_admitted:
+            self.waiting_queue.push_front(req)
+        else:
+            self.waiting_queue.append(req)
 
     def _abort(self, message: AbortReq) -> None:
         req = self.live.get(message.rid)
@@ -383,7 +393,8 @@ class Scheduler:
     def _note_admission(self, req: Req) -> None:
         assert req.kv is not None, f"{req.rid} is not admitted"
         cached = req.kv.admitted_len
-        if req.num_retractions == 0:
+        if not req.was_admitted:
+            req.was_admitted = True
             req.cached_tokens = cached
             req.queue_time = self.clock() - req.arrival_time
         else:

@@ -36,7 +36,12 @@ class SchedulerControl:
     def __init__(self, send: Callable[[SchedulerInput], None]) -> None:
         self._send = send
         self._ids = count()
+        # Asked and not answered, in the order of asking.
         self._waiting: dict[int, asyncio.Future[ControlReply]] = {}
+        self._questions: dict[int, _Question] = {}
+        # What the scheduler was told and a new one has to be told again.
+        self._paused = False
+        self._changed: dict[str, Any] = {}
         self._is_flushing = False
         self._last_state: dict[str, Any] = {}
         self._failure: str | None = None
@@ -45,6 +50,16 @@ class SchedulerControl:
         future = self._waiting.get(reply.id)
         if future is not None and not future.done():
             future.set_result(reply)
+
+    def brief(self) -> None:
+        """A new scheduler has taken the place of one that died: bring it to where that one was, and
+        ask again what that one did not answer."""
+        if self._changed:
+            self._send(UpdateSchedulerReq(next(self._ids), dict(self._changed)))
+        if self._paused:
+            self._send(PauseReq(next(self._ids), True))
+        for question in self._questions.values():
+            self._send(question)
 
     def fail(self, message: str) -> None:
         """The scheduler is gone: no question will be answered any more."""
@@ -90,12 +105,14 @@ class SchedulerControl:
     async def pause(self, paused: bool, retract: bool = False) -> None:
         """Stop choosing passes, or go on. Requests keep their memory."""
         await self._result(PauseReq(next(self._ids), paused, retract))
+        self._paused = paused
         logger.info("Generation %s", "paused" if paused else "continued")
 
     async def change_settings(self, values: dict[str, Any]) -> dict[str, Any]:
         """Change all of `values` or none, and return all settings. RequestError says what is
         wrong."""
         settings: dict[str, Any] = await self._result(UpdateSchedulerReq(next(self._ids), values))
+        self._changed.update(values)
         return settings
 
     async def _result(self, message: _Question) -> Any:
@@ -110,8 +127,9 @@ class SchedulerControl:
             raise RequestError(self._failure, status=503)
         future: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
         self._waiting[message.id] = future
+        self._questions[message.id] = message
         self._send(message)
         try:
             return await future
         finally:
-            del self._waiting[message.id]
+            del self._waiting[message.id], self._questions[message.id]

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from srt.managers.black_box import black_box_path, create_black_box
 from srt.managers.ipc import make_ipc_dir
 from srt.server_args import ServerArgs
 
@@ -33,7 +34,10 @@ class SchedulerHandle:
     that lives as long as the process should: Linux ties the two together."""
 
     def __init__(self, args: ServerArgs, model_path: Path) -> None:
+        self._args, self._model_path = args, model_path
         self.ipc_dir = make_ipc_dir()
+        self.black_box = black_box_path(self.ipc_dir)
+        create_black_box(self.black_box)
         job = {
             "sys_path": sys.path,
             "args": dataclasses.asdict(args),
@@ -48,6 +52,10 @@ class SchedulerHandle:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self.process.stdin:  # it died; `watch` says so
             self.process.stdin.write(json.dumps(job).encode())
+
+    def another(self) -> SchedulerHandle:
+        """The same process anew, in a folder of its own."""
+        return SchedulerHandle(self._args, self._model_path)
 
     def watch(self, on_exit: Callable[[str], None]) -> None:
         """Call `on_exit` with a description, on the running event loop, when the process ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from srt.journal import Journal
 from srt.managers.admission import Admission
 from srt.managers.batching import make_batching
+from srt.managers.black_box import BlackBox, black_box_path
 from srt.managers.io_struct import FailedMsg, ReadyMsg
 from srt.managers.ipc import SchedulerChannel
 from srt.managers.new_token_ratio import NewTokenRatio
@@ -52,9 +54,12 @@ def run_scheduler_process(args: ServerArgs, model_path: Path, ipc_dir: Path) -> 
     _die_with_parent()
     # The parent decides when to stop; a Ctrl-C in the terminal reaches both of us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):  # the parent asks where we hang
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     channel = SchedulerChannel(ipc_dir)
     try:
-        scheduler, ready = build_scheduler(args, model_path, channel)
+        black_box = BlackBox(black_box_path(ipc_dir))
+        scheduler, ready = build_scheduler(args, model_path, channel, black_box)
         channel.send(ready)
         scheduler.event_loop(_overlaps(args, scheduler.model.device == "cpu"))
     except Exception as error:
@@ -65,7 +70,10 @@ def run_scheduler_process(args: ServerArgs, model_path: Path, ipc_dir: Path) -> 
 
 
 def build_scheduler(
-    args: ServerArgs, model_path: Path, channel: SchedulerChannel
+    args: ServerArgs,
+    model_path: Path,
+    channel: SchedulerChannel,
+    black_box: BlackBox | None = None,
 ) -> tuple[Scheduler, ReadyMsg]:
     """Load the model, size the pools, put the parts together."""
     started = time.monotonic()
@@ -109,6 +117,7 @@ def build_scheduler(
         journal=Journal(args.journal),
         mixed=args.enable_mixed_chunk,
         batching=make_batching(args.batching, _seconds(args.batching_timeout_ms)),
+        black_box=black_box,
     )
     logger.info(
         f"max_total_num_tokens={slots.size}, "

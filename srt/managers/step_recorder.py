@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from srt.journal import ArrivedEntry, Journal, RefusedEntry, RetractionEntry, StepRecord
+from srt.managers.black_box import BlackBox
 from srt.managers.req import Blocker, Req
 from srt.managers.retraction import Retraction
 from srt.managers.scheduler_log import LoadSnapshot
@@ -15,14 +16,22 @@ class StepRecorder:
     """What has no pass of its own (arrivals, retractions, ends in the queue) waits here for the
     next record, however many choices come to nothing before it."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, black_box: BlackBox | None = None) -> None:
         self.journal = journal
+        self._black_box = black_box
         self.num_steps = 0  # records begun
         self._arrived: list[ArrivedEntry] = []
         self._retractions: list[RetractionEntry] = []
         self._ended: dict[str, str] = {}
 
+    def on_turn(self) -> None:
+        """The loop has turned once more, with or without a pass."""
+        if self._black_box is not None:
+            self._black_box.beat()
+
     def on_arrival(self, req: Req) -> None:
+        if self._black_box is not None:
+            self._black_box.on_arrival(req.rid)
         self._arrived.append(ArrivedEntry(req.rid, req.arrival_time, req.prompt_len))
 
     def on_retraction(self, event: Retraction) -> None:
@@ -65,6 +74,11 @@ class StepRecorder:
         record.arrived, self._arrived = self._arrived, []
         record.retractions, self._retractions = self._retractions, []
         record.finished, self._ended = self._ended, {}
+        if self._black_box is not None:
+            num_new = sum(chosen.forward.extend_lens_cpu)
+            self._black_box.on_pass(
+                record.step, record.phase, record.rids, num_new, record.used, record.queued
+            )
 
     def write(self, done: Pass) -> None:
         self.journal.write(done.record)

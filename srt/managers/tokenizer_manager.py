@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Collection
 from enum import Enum
 from typing import Any
 
@@ -26,10 +24,13 @@ from srt.managers.io_struct import (
     SchedulerOutput,
 )
 from srt.managers.ipc import FrontendChannel
+from srt.managers.live_request import ClientCall, LiveRequest
 from srt.managers.queue_limit import QueueLimit
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput, PreparedReq, RequestPreparer
+from srt.managers.restart_counts import RestartCounts
 from srt.managers.scheduler_control import SchedulerControl
+from srt.managers.scheduler_link import SchedulerLink
 from srt.managers.stop_matcher import StopRegexTimeout
 from srt.model_config import ModelConfig
 from srt.request_error import RequestError
@@ -42,67 +43,19 @@ logger = logging.getLogger(__name__)
 
 WAITING_TIMEOUT = "Request waiting timeout reached."
 RUNNING_TIMEOUT = "Request running timeout reached."
+ABORTED = "Aborted"
+DRAINED = "The server shut down before the request was finished."
+QUARANTINED = (
+    "The scheduler crashed twice in a row while it ran this request, which is not tried again."
+)
 
 
 class ServerStatus(Enum):
     STARTING = "starting"
     UP = "up"
+    RESTARTING = "restarting"  # the scheduler died; another is loading
     DRAINING = "draining"
     DEAD = "dead"
-
-
-class _Call:
-    """The live requests of one client's call and the ones among them that have news.
-
-    News is not queued: a state is in `ready` once however many tokens it got, so a slow client
-    finds everything that came in one piece, and costs no memory while it is slow.
-    """
-
-    __slots__ = ("event", "is_stream", "ready", "seen")
-
-    def __init__(self, is_stream: bool, size: int) -> None:
-        self.is_stream = is_stream
-        self.event = asyncio.Event()
-        self.ready: deque[ReqState] = deque()
-        # Tokens of each choice at its last wake-up, for stream_interval; -1 while in `ready`.
-        self.seen = [0] * size
-
-    def notify(self, state: ReqState, interval: int) -> None:
-        """Wake the consumer if `state` has something it waits for: its end, its first token, or
-        `interval` more tokens since it last looked."""
-        seen = self.seen[state.index]
-        if seen < 0:
-            return
-        if state.finish_reason is None:
-            if not self.is_stream:
-                return
-            num_new = len(state.output_ids) - seen
-            if num_new < interval and not (seen == 0 and num_new):
-                return
-        self.seen[state.index] = -1
-        self.ready.append(state)
-        self.event.set()
-
-    async def next(self) -> ReqState:
-        while not self.ready:
-            self.event.clear()
-            await self.event.wait()
-        state = self.ready.popleft()
-        self.seen[state.index] = len(state.output_ids)
-        return state
-
-
-@dataclass(slots=True)
-class _Live:
-    """A table entry: a request's state, the call that consumes it, and tokens between wake-ups."""
-
-    state: ReqState
-    call: _Call
-    interval: int
-    is_counted: bool  # by the metrics and the queue's limit: not a probe of our own
-    is_waiting: bool = True  # never admitted
-    last_token_at: float = 0.0  # time.monotonic() of the newest token, 0 before the first
-    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its time limits
 
 
 class TokenizerManager:
@@ -122,17 +75,20 @@ class TokenizerManager:
         self.status = ServerStatus.STARTING
         self.failure = ""  # why the status is DEAD
         self.died = asyncio.Event()
+        # Called with a description when the scheduler failed or cannot be heard any more.
+        self.on_lost: Callable[[str], None] = self.fail
+        self.restarts = RestartCounts()
         self._ready: asyncio.Future[ReadyMsg] = asyncio.get_running_loop().create_future()
         self._limits: ReadyMsg | None = None
-        self._rid_to_live: dict[str, _Live] = {}
+        self._rid_to_live: dict[str, LiveRequest] = {}
         # Every name a client can use for live requests (an id, or the base id of a call) -> their
         # scheduler ids.
         self._name_to_rids: dict[str, list[str]] = {}
         self._no_requests = asyncio.Event()
         self._no_requests.set()
         self._preparer = RequestPreparer(args, model_config, tokenizer)
-        self._channel = channel
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._link = SchedulerLink(self._dispatch, lambda message: self.on_lost(message))
+        self._link.open(channel)
         self.control = SchedulerControl(self._send)
         self.queue = QueueLimit(args.max_queued_requests)
         self.metrics = RequestMetrics()
@@ -141,10 +97,6 @@ class TokenizerManager:
             if args.log_requests
             else None
         )
-        self._tasks = [
-            asyncio.create_task(self._guard(self._send_loop()), name="to-scheduler"),
-            asyncio.create_task(self._guard(self._receive_loop()), name="from-scheduler"),
-        ]
 
     # --- life ---
 
@@ -200,17 +152,88 @@ class TokenizerManager:
             await asyncio.wait_for(self._no_requests.wait(), timeout)
         except asyncio.TimeoutError:
             logger.warning("Aborting %d requests after %g s of draining", self.num_live, timeout)
-            self.abort_all()
+            for live in self._unfinished():
+                self._end_aborted(live, DRAINED)
             return False
         return True
 
     async def close(self) -> None:
         """End the two tasks and the sockets. Live requests get an error first."""
         self.fail("The server has shut down.")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._channel.close()
+        await self._link.close()
+
+    # --- another scheduler ---
+
+    async def disconnect(self) -> None:
+        """The scheduler is gone and another one will come: until then requests wait, new ones
+        too."""
+        if self.status is ServerStatus.UP:
+            self.status = ServerStatus.RESTARTING
+        await self._link.close()
+
+    def connect(self, channel: FrontendChannel) -> asyncio.Future[ReadyMsg]:
+        """To a new scheduler that is loading; the result is there when it can take work. Then
+        `resubmit`."""
+        self._ready = asyncio.get_running_loop().create_future()
+        self._link.open(channel)
+        return self._ready
+
+    def resubmit(self, held: Collection[str] = ()) -> int:
+        """Submit every live request, but for the scheduler ids in `held`, with the outputs its
+        client has had. Returns how many."""
+        self.restarts.scheduler_restarts += 1
+        if self.status is ServerStatus.RESTARTING:
+            self.status = ServerStatus.UP
+        self.control.brief()
+        pending = self._unfinished()
+        for live in pending:
+            if live.is_aborted:
+                self._end_aborted(live, ABORTED)
+        pending = [live for live in self._unfinished() if live.state.request.rid not in held]
+        # Those that ran go to the front of the queue, the last sent first.
+        pending.sort(key=lambda live: live.is_waiting)
+        num_ran = sum(not live.is_waiting for live in pending)
+        for live in pending[:num_ran][::-1] + pending[num_ran:]:
+            self._resubmit(live)
+        return len(pending)
+
+    def resubmit_one(self, rid: str) -> None:
+        """Submit a request that `resubmit` held back."""
+        live = self._rid_to_live.get(rid)
+        if live is None or live.state.finish_reason is not None:
+            return
+        if live.is_aborted:
+            self._end_aborted(live, ABORTED)
+        else:
+            self._resubmit(live)
+
+    def quarantine(self, rid: str) -> None:
+        """End a request that kills schedulers."""
+        live = self._rid_to_live.get(rid)
+        if live is not None and live.state.finish_reason is None:
+            self.restarts.quarantined_requests += 1
+            _end_with_error(live.state, QUARANTINED, 500)
+            live.call.notify(live.state, live.interval)
+
+    def unfinished_states(self) -> list[ReqState]:
+        return [live.state for live in self._unfinished()]
+
+    def num_outputs(self) -> dict[str, int]:
+        """How many tokens each live request has had, by scheduler id."""
+        return {live.state.request.rid: len(live.state.output_ids) for live in self._unfinished()}
+
+    def _unfinished(self) -> list[LiveRequest]:
+        return [live for live in self._rid_to_live.values() if live.state.finish_reason is None]
+
+    def _resubmit(self, live: LiveRequest) -> None:
+        self.restarts.resumed_requests += 1
+        self._send(live.state.resumed_request(was_admitted=not live.is_waiting))
+
+    def _end_aborted(self, live: LiveRequest, message: str) -> None:
+        """End a request here, with the output it has, without asking the scheduler."""
+        live.state.finish(FinishReason(FinishType.ABORT, message=message))
+        self._send(AbortReq(live.state.request.rid, finished=True))
+        live.call.notify(live.state, live.interval)
 
     # --- requests ---
 
@@ -230,7 +253,7 @@ class TokenizerManager:
         if not call_input.is_probe:
             self.queue.check(len(call_input.prompts))  # before the work of tokenizing
         members = await self._preparer.prepare(call_input, self.limits)
-        call = _Call(call_input.stream, len(members))
+        call = ClientCall(call_input.stream, len(members))
         names = {member.rid: [member.request.rid] for member in members}
         if call_input.rid is not None:
             names[call_input.rid] = [member.request.rid for member in members]
@@ -277,15 +300,22 @@ class TokenizerManager:
         """Ask for the end of `rid`, or of every member of the call it is the base id of. Exact
         match; an id that is not live is ignored. The request ends through its terminal output."""
         for member in self._name_to_rids.get(rid, ()):
-            self._send(AbortReq(member))
+            self._abort(self._rid_to_live[member])
 
     def abort_all(self) -> None:
-        for rid in self._rid_to_live:
-            self._send(AbortReq(rid))
+        for live in self._rid_to_live.values():
+            self._abort(live)
+
+    def _abort(self, live: LiveRequest) -> None:
+        live.is_aborted = True  # remembered, in case the scheduler dies before it does it
+        if self._link.is_open and self._ready.done():
+            self._send(AbortReq(live.state.request.rid))
+        elif live.state.finish_reason is None:
+            self._end_aborted(live, ABORTED)
 
     def _start(
-        self, member: PreparedReq, index: int, is_member: bool, call: _Call, is_counted: bool
-    ) -> _Live:
+        self, member: PreparedReq, index: int, is_member: bool, call: ClientCall, is_counted: bool
+    ) -> LiveRequest:
         """Register one request and send it."""
         request = member.request
         params = request.sampling_params
@@ -301,7 +331,7 @@ class TokenizerManager:
             request.arrival_time,
         )
         interval = params.stream_interval or self.args.stream_interval
-        live = self._rid_to_live[request.rid] = _Live(state, call, interval, is_counted)
+        live = self._rid_to_live[request.rid] = LiveRequest(state, call, interval, is_counted)
         if is_counted:
             self.queue.on_sent()
             self.metrics.on_start(call.is_stream)
@@ -309,7 +339,7 @@ class TokenizerManager:
         self._send(request)
         return live
 
-    def _limit_time(self, live: _Live, call_input: GenerateReqInput) -> None:
+    def _limit_time(self, live: LiveRequest, call_input: GenerateReqInput) -> None:
         """End the request when its time is over: the shorter of the client's and the server's
         limit, for its first token and for all of it."""
         queue = _shorter(call_input.queue_timeout, self.args.queue_timeout)
@@ -324,11 +354,11 @@ class TokenizerManager:
             timers.append(later(total, self._time_out, live))
         live.timers = tuple(timers)
 
-    def _on_queue_timeout(self, live: _Live) -> None:
+    def _on_queue_timeout(self, live: LiveRequest) -> None:
         if live.is_waiting:
             self._time_out(live)
 
-    def _time_out(self, live: _Live) -> None:
+    def _time_out(self, live: LiveRequest) -> None:
         if live.state.finish_reason is not None:
             return
         _end_with_error(live.state, WAITING_TIMEOUT if live.is_waiting else RUNNING_TIMEOUT, 503)
@@ -336,8 +366,8 @@ class TokenizerManager:
         live.call.notify(live.state, live.interval)
 
     def _check_accepting(self) -> None:
-        if self.status is ServerStatus.UP:
-            return
+        if self.status in (ServerStatus.UP, ServerStatus.RESTARTING):
+            return  # while it restarts, requests wait in our table
         message = {
             ServerStatus.STARTING: "The server is still starting.",
             ServerStatus.DRAINING: "The server is shutting down and takes no new requests.",
@@ -402,30 +432,15 @@ class TokenizerManager:
     def request_metrics(self, labels: dict[str, str]) -> list[Metric]:
         """What is counted about requests, at this moment; `labels` are put on every sample."""
         counted = ((x.state, x.call.is_stream) for x in self._rid_to_live.values() if x.is_counted)
-        return list(self.metrics.families(labels, counted))
+        return [*self.metrics.families(labels, counted), *self.restarts.families(labels)]
 
     # --- the socket ---
 
     def _send(self, message: SchedulerInput) -> None:
         """Never waits, so it can be called while a request is being cancelled; keeps the order."""
-        if self.status is not ServerStatus.DEAD:
-            self._outbox.put_nowait(self._channel.encode(message))
-
-    async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
-        """Without these loops nothing is ever answered, so an error in one is the end."""
-        try:
-            await loop
-        except Exception as error:
-            logger.exception("The connection to the scheduler broke")
-            self.fail(f"The connection to the scheduler broke: {error}")
-
-    async def _send_loop(self) -> None:
-        while True:
-            await self._channel.send(await self._outbox.get())
-
-    async def _receive_loop(self) -> None:
-        while True:
-            self._dispatch(await self._channel.recv())
+        # To a scheduler that still loads after another died, `resubmit` will say what matters.
+        if self.status not in (ServerStatus.DEAD, ServerStatus.RESTARTING):
+            self._link.send(message)
 
     def _dispatch(self, message: SchedulerOutput) -> None:
         if isinstance(message, BatchTokenOut):
@@ -437,7 +452,7 @@ class TokenizerManager:
         elif isinstance(message, FailedMsg):
             if message.traceback:
                 logger.error("Scheduler failed:\n%s", message.traceback)
-            self.fail(f"The scheduler failed: {message.error}")
+            self.on_lost(f"The scheduler failed: {message.error}")
         else:
             self.control.on_reply(message)
 
@@ -477,7 +492,7 @@ class TokenizerManager:
                 live.last_token_at = now
             live.call.notify(state, live.interval)
 
-    def _note_admission(self, live: _Live) -> None:
+    def _note_admission(self, live: LiveRequest) -> None:
         """Its first one; after a retraction there are more."""
         if live.is_waiting and live.is_counted:
             self.queue.on_admitted()

@@ -483,14 +483,15 @@ def test_a_long_text_is_tokenized_without_holding_up_the_loop(tmp_path):
 def test_a_message_that_cannot_be_sent_fails_its_own_request_only(tmp_path, monkeypatch):
     async def scenario():
         async with running_manager(tmp_path) as (manager, _):
-            encode = manager._channel.encode
+            channel = manager._link._channel
+            encode = channel.encode
 
             def picky(message):
                 if getattr(message, "tenant", None) == "cursed":
                     raise OverflowError("too big for the wire")
                 return encode(message)
 
-            monkeypatch.setattr(manager._channel, "encode", picky)
+            monkeypatch.setattr(channel, "encode", picky)
             with pytest.raises(OverflowError, match="too big"):
                 await collect_all(manager, GenerateReqInput(["x"], [{}], tenant="cursed"))
             assert manager.num_live == 0
