@@ -156,7 +156,9 @@ class HttpServer:
                 raise
             return error_response(self._from_http_exception(error, request), request.path)
         except ConnectionResetError:
-            raise  # the client left; nobody reads an answer
+            # The client left before its answer began. Nobody reads this one, but an exception would
+            # be logged as our failure.
+            return web.Response(status=499, reason="Client Closed Request")
         except Exception:
             logger.exception("%s %s failed", request.method, request.path)
             internal = RequestError("Internal server error.", status=500)

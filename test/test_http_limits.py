@@ -5,12 +5,13 @@ import resource
 import socket
 import ssl
 import subprocess
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import aiohttp
 import pytest
 from fake_scheduler import serving_fake, until
 
+import srt.http_server
 from launch.launch_server import StartError, tls_context
 from srt.http_server import HttpServer
 from srt.server_args import ServerArgs
@@ -275,3 +276,23 @@ def test_a_tenants_name_has_a_limit(tmp_path, header):
             assert "at most 256 characters, got 257" in answer["message"]
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_leaves_before_its_answer_begins_is_no_error_of_ours(
+    tmp_path, caplog, monkeypatch
+):
+    @asynccontextmanager
+    async def closing(request):
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        yield
+
+    monkeypatch.setattr(srt.http_server, "open_stream", closing)
+
+    async def scenario():
+        async with serving_fake(tmp_path) as http:
+            body = {"text": "x", "stream": True, "sampling_params": few()}
+            assert (await http.post("/generate", body))[0] == 499
+            await until(lambda: not http.manager.num_live)
+
+    asyncio.run(scenario())
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
