@@ -170,7 +170,7 @@ assert alone == together, (alone, together)
 assert last["output_ids"] == alone[1]
 state = engine.internal_state()
 assert state["num_running_reqs"] == 0 and state["num_locked_tokens"] == 0, state
-print("pid", engine._backend._scheduler.process.pid)
+print("pid", engine._backend._supervisor._scheduler.process.pid)
 """
 
 
