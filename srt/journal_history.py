@@ -194,7 +194,11 @@ class History:
         if record.phase == "P":
             return []
         members = set(record.rids)
-        gone = [track for rid, track in self._running.items() if rid not in members]
+        gone = [
+            track
+            for rid, track in self._running.items()
+            if rid not in members and rid not in record.finished
+        ]
         return [self._end(track, LEFT) for track in gone]
 
     def _end(self, track: Track, outcome: str) -> Track:

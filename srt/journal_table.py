@@ -56,6 +56,10 @@ def mentioned(record: StepRecord) -> Iterator[str]:
         yield from event.victims
     for refused in record.refused:
         yield refused.rid
+    for arrived in record.arrived:
+        yield arrived.rid
+    # Whoever is aborted in the queue may be named by nothing else.
+    yield from record.finished
 
 
 def short_names(rids: Iterable[str]) -> dict[str, str]:

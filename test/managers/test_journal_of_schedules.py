@@ -15,6 +15,7 @@ from srt.journal import Journal, StepRecord, read_journal
 from srt.journal_history import History, follow
 from srt.journal_report import main
 from srt.journal_stats import BEHIND, Gap, journal_stats
+from srt.journal_table import step_table
 from srt.journal_timeline import KINDS, build_timeline
 
 
@@ -252,3 +253,17 @@ def test_what_happened_before_a_pass_is_recorded_even_if_a_choice_came_to_nothin
     first = read_journal(path)[0]
     assert [entry.rid for entry in first.arrived] == ["A", "B"]
     assert first.finished == {"A": "abort"} and first.rids == ["B"]
+
+
+def test_a_request_aborted_in_the_queue_is_shown_with_its_end(tmp_path):
+    """No pass and no blocker names B; its arrival and its end do."""
+    path = tmp_path / "j.jsonl"
+    harness = Harness(max_running=1, journal=str(path))
+    harness.send("A", [1, 2, 3], 6)
+    harness.step()
+    harness.send("B", [4, 5, 6], 6)
+    harness.abort("B")
+    harness.run()
+    table = step_table(read_journal(path))
+    assert any("end of B (abort)" in line for line in table)
+    assert journal_stats(read_journal(path)).outcomes == {"length": 1, "abort": 1}
