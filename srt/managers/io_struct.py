@@ -68,10 +68,12 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True):
 
 class AbortReq(msgspec.Struct, tag=True):
     """Drop `rid`. Exact match; an unknown rid is ignored. With `finished` the HTTP process has
-    already ended the request itself (a stop string matched), so no terminal output is sent back."""
+    already ended the request itself, so no terminal output is sent back; `stopped` says that it did
+    so because a stop string matched: then the answer is whole, not aborted."""
 
     rid: str
     finished: bool = False
+    stopped: bool = False
 
 
 class FlushCacheReq(msgspec.Struct, tag=True):

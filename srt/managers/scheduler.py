@@ -235,8 +235,12 @@ class Scheduler:
         req = self.live.get(message.rid)
         if req is None:
             return
-        text = "Abort in waiting queue" if req.kv is None else "Aborted"
-        self._end_without_token(req, FinishReason(FinishType.ABORT, None, text), message.finished)
+        if message.stopped:
+            reason = FinishReason(FinishType.STOP)
+        else:
+            text = "Abort in waiting queue" if req.kv is None else "Aborted"
+            reason = FinishReason(FinishType.ABORT, None, text)
+        self._end_without_token(req, reason, message.finished)
 
     def _end_without_token(self, req: Req, reason: FinishReason, silent: bool = False) -> None:
         """End a request wherever it is."""
@@ -245,6 +249,7 @@ class Scheduler:
         if req is self.chunked_req:
             self.chunked_req = None
         self._end(req, reason)
+        self.admission.observe_end(req)
         self.recorder.on_end_without_pass(req)
         self._started.pop(req.rid, None)
         if not silent:
@@ -388,6 +393,7 @@ class Scheduler:
         chosen.batch.merge_batch(running)
         chosen.forward = chosen.forward.followed_by(decode, chosen.batch.sampling.snapshot())
         chosen.phase = "M"
+        chosen.record.used = self.memory.used  # with the slots of those that ride along
         self.running_batch = None
 
     def _note_admission(self, req: Req) -> None:

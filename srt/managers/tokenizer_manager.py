@@ -483,7 +483,8 @@ class TokenizerManager:
                 logger.exception("Decoding the output of %s failed", rid)
                 _end_with_error(state, "Internal error; the server's log has the details.", 500)
             if state.finish_reason is not None and reason is None:
-                self._send(AbortReq(rid, finished=True))
+                has_stopped = state.finish_reason.type is FinishType.STOP
+                self._send(AbortReq(rid, finished=True, stopped=has_stopped))
             if out.token_ids[i] >= 0 and live.is_counted:
                 if live.last_token_at:
                     self.metrics.itl.observe(now - live.last_token_at)

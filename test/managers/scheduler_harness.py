@@ -134,8 +134,8 @@ class Harness:
         )
         self.outputs[rid] = []
 
-    def abort(self, rid: str, finished: bool = False) -> None:
-        self.channel.inbox.append(AbortReq(rid, finished))
+    def abort(self, rid: str, finished: bool = False, stopped: bool = False) -> None:
+        self.channel.inbox.append(AbortReq(rid, finished, stopped))
 
     def step(self) -> Pass | None:
         """One turn of the loop, books checked, outputs collected."""

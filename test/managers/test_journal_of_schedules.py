@@ -267,3 +267,25 @@ def test_a_request_aborted_in_the_queue_is_shown_with_its_end(tmp_path):
     table = step_table(read_journal(path))
     assert any("end of B (abort)" in line for line in table)
     assert journal_stats(read_journal(path)).outcomes == {"length": 1, "abort": 1}
+
+
+def test_an_end_by_a_stop_string_is_a_stop_and_told_once(tmp_path, capsys):
+    path = tmp_path / "j.jsonl"
+    harness = Harness(journal=str(path))
+    harness.send("A", [1, 2], 9)
+    harness.send("B", [3, 4], 4)
+    harness.step()
+    harness.abort("A", finished=True, stopped=True)
+    harness.run()
+    table = shown(path, capsys)
+    assert [row[5] for row in table if "A" in row[5]] == ["end of A (stop)"]
+
+
+def test_what_is_used_in_a_mixed_pass_counts_those_that_ride_along():
+    harness = Harness(mixed=True)
+    harness.send("A", [1, 2, 3], 9)
+    harness.step()
+    harness.send("B", [4, 5], 9)
+    mixed = harness.step()
+    assert mixed is not None and mixed.phase == "M"
+    assert mixed.record.used == harness.memory.used

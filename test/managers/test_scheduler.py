@@ -13,6 +13,7 @@ from srt.managers.io_struct import (
     InternalStateOut,
     InternalStateReq,
 )
+from srt.managers.length_predictor import MIN_SAMPLES
 
 RETRACT_LINE = re.compile(
     r"(?:KV cache pool is full\. Retract requests\. |Testing retraction\. |"
@@ -183,6 +184,19 @@ def test_a_request_its_client_has_ended_gets_no_second_end():
     harness.abort("a", finished=True)
     harness.run()
     assert "a" not in harness.finished and is_pristine(harness)
+
+
+def test_an_answer_that_a_stop_string_ended_counts_as_one_that_stopped():
+    harness = Harness()
+    for i in range(MIN_SAMPLES):
+        harness.send(f"r{i}", prompt(i, 8), 20)
+        for _ in range(3):
+            harness.step()
+        harness.abort(f"r{i}", finished=True, stopped=True)
+        harness.run()
+    assert dict(harness.scheduler.counters.ended) == {"stop": MIN_SAMPLES}
+    # Their lengths tell about those to come, as those of all answers that end by themselves.
+    assert harness.scheduler.admission.predictor.is_ready
 
 
 # --- prefixes ---
