@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from srt.forward_batch import ForwardBatch
+from srt.layers.layernorm import RMSNorm
+from srt.layers.rotary_embedding import rotate
+
+
+class HeadNorms(NamedTuple):
+    """Norms of each query and each key head, before they are rotated (Qwen 3, Gemma 3)."""
+
+    q: RMSNorm
+    k: RMSNorm
 
 
 class AttentionBackend(Protocol):
@@ -25,6 +34,17 @@ class AttentionBackend(Protocol):
         """Write k, v [n, num_kv_heads, head_dim] at `out_cache_loc`, then let each query of
         q [n, num_heads, head_dim] attend to its request's keys up to and including its own
         position, or to the last `sliding_window` of them. Returns [n, num_heads, head_dim]."""
+        ...
+
+    def forward_heads(
+        self,
+        layer: Attention,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        """forward() of what `split_heads` makes of the same arguments."""
         ...
 
 
@@ -52,6 +72,33 @@ class Attention(nn.Module):
         self.logit_cap = logit_cap
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn: AttentionBackend
+        self,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attn: AttentionBackend,
+        norms: HeadNorms | None = None,
     ) -> torch.Tensor:
-        return attn.forward(self, q, k, v)
+        """From the QKV projection `heads` [n, num_heads + 2 * num_kv_heads, head_dim] and the
+        angles of its tokens, cos and sin [n, 1, head_dim / 2] float32, to [n, num_heads,
+        head_dim]."""
+        return attn.forward_heads(self, heads, cos, sin, norms)
+
+
+def split_heads(
+    layer: Attention,
+    heads: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: HeadNorms | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys, normalised and rotated, and values, of the QKV projection `heads`
+    [n, num_heads + 2 * num_kv_heads, head_dim]."""
+    num_rotated = layer.num_heads + layer.num_kv_heads
+    v = heads[:, num_rotated:]
+    if norms is None:
+        # Queries and keys lie side by side: one rotation for both.
+        rotated = rotate(heads[:, :num_rotated], cos, sin)
+        return rotated[:, : layer.num_heads], rotated[:, layer.num_heads :], v
+    q, k = heads[:, : layer.num_heads], heads[:, layer.num_heads : num_rotated]
+    return rotate(norms.q(q), cos, sin), rotate(norms.k(k), cos, sin), v

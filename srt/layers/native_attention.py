@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from srt.forward_batch import ForwardBatch
-from srt.layers.attention import Attention
+from srt.layers.attention import Attention, HeadNorms, split_heads
 from srt.mem_cache.kv_cache import KVCache
 from srt.native import DTYPE_CODES
 
@@ -103,6 +103,16 @@ class NativeAttentionBackend:
             out.data_ptr(),
         )
         return out
+
+    def forward_heads(
+        self,
+        layer: Attention,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        return self.forward(layer, *split_heads(layer, heads, cos, sin, norms))
 
     def describe(self, layer: Attention, dtype: torch.dtype) -> NativeLayer:
         """The layer for the kernels, with activations of `dtype`."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from srt.forward_batch import ForwardBatch, ForwardMode
-from srt.layers.attention import Attention
+from srt.layers.attention import Attention, HeadNorms, split_heads
 from srt.mem_cache.kv_cache import KVCache
 
 # A decode group pads its rows to the longest: to at most 4/3 of a row's length, or by 64 tokens.
@@ -64,6 +64,16 @@ class TorchAttentionBackend:
         else:
             self._extend(layer, self.batch, q, k, v, out)
         return out
+
+    def forward_heads(
+        self,
+        layer: Attention,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        return self.forward(layer, *split_heads(layer, heads, cos, sin, norms))
 
     # --- decode --------------------------------------------------------------------------------
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from srt.forward_batch import ForwardBatch, ForwardMode
-from srt.layers.attention import Attention
+from srt.layers.attention import Attention, HeadNorms
 from srt.layers.decode_attention import DecodeScratch, decode_attention, plan_decode
 from srt.layers.extend_attention import extend_attention, extend_tile, extend_tiles
+from srt.layers.fused_rope_kv import HeadNorm, KVSlots, rotate_and_write_kv
 from srt.mem_cache.kv_cache import KVCache
 
 MAX_HEAD_DIM = 256
@@ -117,9 +118,36 @@ class TritonAttentionBackend:
         self.kv_cache.set_kv(layer.layer_id, self.batch.out_cache_loc, k, v)
         if q.stride(2) != 1 or q.stride(1) != self.head_dim:
             q = q.contiguous()
-        if self.batch.mode is ForwardMode.DECODE:
-            return self._decode(layer, self.batch, q)
-        return self._extend(layer, self.batch, q)
+        return self._attend(layer, self.batch, q)
+
+    def forward_heads(
+        self,
+        layer: Attention,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        """In one launch what comes before the attention; slot 0 is not written."""
+        assert self.batch is not None, "plan() comes before forward_heads()"
+        k_buffer, v_buffer = self.kv_cache.get(layer.layer_id)
+        slots = KVSlots(
+            k_buffer,
+            v_buffer,
+            self.batch.out_cache_loc,
+            self.kv_cache.k_scales[layer.layer_id],
+            self.kv_cache.v_scales[layer.layer_id],
+        )
+        norm = None
+        if norms is not None:
+            norm = HeadNorm(norms.q.weight, norms.k.weight, norms.q.eps, norms.q.adds_one)
+        q = rotate_and_write_kv(heads, cos, sin, slots, norm)
+        return self._attend(layer, self.batch, q)
+
+    def _attend(self, layer: Attention, batch: ForwardBatch, q: torch.Tensor) -> torch.Tensor:
+        if batch.mode is ForwardMode.DECODE:
+            return self._decode(layer, batch, q)
+        return self._extend(layer, batch, q)
 
     def _decode(self, layer: Attention, batch: ForwardBatch, q: torch.Tensor) -> torch.Tensor:
         k_buffer, v_buffer = self.kv_cache.get(layer.layer_id)

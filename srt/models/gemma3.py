@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from srt.layers.activation import GatedActivation
-from srt.layers.attention import Attention, AttentionBackend
+from srt.layers.attention import Attention, AttentionBackend, HeadNorms
 from srt.layers.decoder_stack import DecoderLayerParts, DecoderStack
 from srt.layers.embedding import Embedding
 from srt.layers.layernorm import GemmaRMSNorm
 from srt.layers.linear import Linear, MergedLinear
-from srt.layers.rotary_embedding import RotaryEmbedding, rotate
+from srt.layers.rotary_embedding import RotaryEmbedding
 from srt.model_config import ModelConfig
 from srt.models.causal_lm import CausalLM
 
@@ -25,8 +25,6 @@ class Gemma3Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self.qkv_proj = MergedLinear(
@@ -51,10 +49,7 @@ class Gemma3Attention(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn: AttentionBackend
     ) -> torch.Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, Hq + 2 Hkv, D]
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q = rotate(self.q_norm(q), cos, sin)
-        k = rotate(self.k_norm(k), cos, sin)
-        attended = self.attn(q, k, v, attn)
+        attended = self.attn(heads, cos, sin, attn, HeadNorms(self.q_norm, self.k_norm))
         out: torch.Tensor = self.o_proj(attended.flatten(1))
         return out
 

@@ -13,7 +13,7 @@ from srt.layers.decoder_stack import DecoderLayerParts, DecoderStack
 from srt.layers.embedding import Embedding
 from srt.layers.layernorm import RMSNorm
 from srt.layers.linear import Linear, MergedLinear
-from srt.layers.rotary_embedding import RotaryEmbedding, rotate
+from srt.layers.rotary_embedding import RotaryEmbedding
 from srt.model_config import ModelConfig
 from srt.models.causal_lm import CausalLM
 
@@ -22,8 +22,6 @@ class LlamaAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer_id: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self.qkv_proj = MergedLinear(
@@ -45,11 +43,7 @@ class LlamaAttention(nn.Module):
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attn: AttentionBackend
     ) -> torch.Tensor:
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, Hq + 2 Hkv, D]
-        num_rotated = self.num_heads + self.num_kv_heads
-        # Queries and keys lie side by side: one rotation for both.
-        rotated = rotate(heads[:, :num_rotated], cos, sin)
-        q, k = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-        attended = self.attn(q, k, heads[:, num_rotated:], attn)
+        attended = self.attn(heads, cos, sin, attn)
         out: torch.Tensor = self.o_proj(attended.flatten(1))
         return out
 

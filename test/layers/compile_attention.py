@@ -46,11 +46,11 @@ def run_pass(
         mode, numbers(n), numbers(n), numbers(3), numbers(3), numbers(3), numbers(n),
         [60, 5, 9], extend_lens, None,
     )  # fmt: skip
-    q = torch.empty(n, NUM_HEADS, head_dim, dtype=dtype, device="cuda")
-    k = torch.empty(n, NUM_KV_HEADS, head_dim, dtype=dtype, device="cuda")
+    heads = torch.empty(n, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, dtype=dtype, device="cuda")
+    angles = torch.empty(n, 1, head_dim // 2, device="cuda")
     backend.plan(batch)
     layer = Attention(0, NUM_HEADS, NUM_KV_HEADS, head_dim, SCALE, window, logit_cap)
-    backend.forward(layer, q, k, k)
+    layer(heads, angles, angles, backend)
 
 
 def main(arch: int) -> int:

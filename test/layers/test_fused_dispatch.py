@@ -9,10 +9,14 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 
+from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.layers.activation import GatedActivation
+from srt.layers.attention import Attention, HeadNorms
 from srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from srt.layers.rotary_embedding import rotate
 from srt.layers.sampler import sample
+from srt.layers.triton_attention import GpuFacts, TritonAttentionBackend
+from srt.mem_cache.kv_cache import KVCache
 from srt.model_config import ACTIVATIONS
 from srt.sampling_batch import SamplingBatch
 from srt.sampling_params import SamplingParams
@@ -71,6 +75,33 @@ def test_a_rotation_is_one_launch():
         cos = torch.empty(5, 1, 32)
         assert rotate(heads[:, :9], cos, cos).shape == (5, 9, 64)
     assert names(cuda) == ["rope_kv_kernel"]
+
+
+@pytest.mark.parametrize("kind", [None, RMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn])
+def test_between_projection_and_attention_is_one_launch(kind, kv_dtype):
+    with FakeCuda() as cuda, torch.device("cuda"):
+        cache = KVCache(8, 1, 2, 64, kv_dtype, "cuda")
+        table = torch.empty(3, 8, dtype=torch.int32)
+        gpu = GpuFacts.of(torch.device("cuda"))
+        backend = TritonAttentionBackend(cache, table, 4, BF16, {None}, 2, gpu)
+        numbers = torch.empty(2, dtype=torch.int64)
+        backend.plan(
+            ForwardBatch(ForwardMode.DECODE, *[numbers] * 6, [1, 1], [1, 1], sampling=None)
+        )
+        norms = None if kind is None else HeadNorms(kind(64, 1e-6), kind(64, 1e-6))
+        heads, cos = torch.empty(2, 8, 64, dtype=BF16), torch.empty(2, 1, 32)
+        assert Attention(0, 4, 2, 64, 0.1)(heads, cos, cos, backend, norms).shape == (2, 4, 64)
+    assert names(cuda) == [
+        "decode_plan_kernel",
+        "rope_kv_kernel",
+        "decode_split_kernel",
+        "decode_reduce_kernel",
+    ]
+    arguments = cuda.launches[1].arguments
+    assert arguments["loc_ptr"] is numbers
+    assert arguments["ADD_ONE"] == (kind is GemmaRMSNorm)
+    assert (arguments["q_norm_ptr"] is None) == (kind is None)
 
 
 SAMPLING: list[tuple[dict[str, Any], list[str]]] = [

@@ -10,7 +10,8 @@ from attention_cases import LAYER, SMALL_GPU, make_case
 from fake_cuda import FakeCuda, WrongDevice
 
 from srt.forward_batch import ForwardBatch, ForwardMode
-from srt.layers.attention import Attention
+from srt.layers.attention import Attention, HeadNorms, split_heads
+from srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from srt.layers.triton_attention import GpuFacts, TritonAttentionBackend
 from srt.mem_cache.kv_cache import KVCache
 
@@ -191,3 +192,38 @@ def test_a_batch_beyond_the_announced_one_is_refused(kernel_device):
     case.backend.max_batch = 3
     with pytest.raises(AssertionError, match="4 rows, at most 3"):
         case.backend.plan(dataclasses.replace(case.batch))
+
+
+@pytest.mark.parametrize("scales", [None, (0.5, 2.0)])
+@pytest.mark.parametrize("kind", [None, RMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_heads_of_a_projection_are_attended_to_as_in_separate_steps(
+    mode, kind, scales, kernel_device
+):
+    """Slot 0 aside, which a padded row must leave alone."""
+    options = {} if scales is None else dict(kv_dtype=torch.float8_e4m3fn, scales=scales)
+    case = make_case([(40, 1), (3, 1), (7, 1)], mode, device=kernel_device, **options)
+    case.batch.out_cache_loc[2] = 0
+    torch.manual_seed(0)
+    num_heads, num_kv_heads, head_dim = 4, 2, 64
+    heads = torch.randn(3, num_heads + 2 * num_kv_heads, head_dim, device=kernel_device)
+    angles = torch.randn(3, 1, head_dim // 2, device=kernel_device)
+    norms = None
+    if kind is not None:
+        norms = HeadNorms(*(kind(head_dim, 1e-5).to(kernel_device) for _ in range(2)))
+        for norm in norms:
+            norm.weight.data.normal_()
+    cache, backend = case.backend.kv_cache, case.backend
+    cos, sin = angles.cos(), angles.sin()
+    backend.plan(case.batch)
+    out = backend.forward_heads(case.layer, heads, cos, sin, norms)
+    written = [buffer.float().clone() for buffer in cache.get(LAYER)]
+    expected = backend.forward(case.layer, *split_heads(case.layer, heads, cos, sin, norms))
+    # A value that rounds to another float8 moves the result by more than float32 does.
+    atol = 1e-5 if scales is None else 0.1
+    torch.testing.assert_close(out[:2], expected[:2], atol=atol, rtol=0)
+    slots = case.batch.out_cache_loc[:2]
+    for got, buffer in zip(written, cache.get(LAYER), strict=True):
+        rtol = 1e-5 if scales is None else 2**-3
+        torch.testing.assert_close(got[slots], buffer.float()[slots], atol=1e-5, rtol=rtol)
+        assert got[0].isnan().all()
