@@ -118,7 +118,7 @@ class TritonAttentionBackend:
         self.kv_cache.set_kv(layer.layer_id, self.batch.out_cache_loc, k, v)
         if q.stride(2) != 1 or q.stride(1) != self.head_dim:
             q = q.contiguous()
-        return self._attend(layer, self.batch, q)
+        return self.attend(layer, q)
 
     def forward_heads(
         self,
@@ -142,12 +142,15 @@ class TritonAttentionBackend:
         if norms is not None:
             norm = HeadNorm(norms.q.weight, norms.k.weight, norms.q.eps, norms.q.adds_one)
         q = rotate_and_write_kv(heads, cos, sin, slots, norm)
-        return self._attend(layer, self.batch, q)
+        return self.attend(layer, q)
 
-    def _attend(self, layer: Attention, batch: ForwardBatch, q: torch.Tensor) -> torch.Tensor:
-        if batch.mode is ForwardMode.DECODE:
-            return self._decode(layer, batch, q)
-        return self._extend(layer, batch, q)
+    def attend(self, layer: Attention, q: torch.Tensor) -> torch.Tensor:
+        """forward() without the write: the new keys and values are in the cache. q [n, num_heads,
+        head_dim] with each token's heads side by side."""
+        assert self.batch is not None, "plan() comes before attend()"
+        if self.batch.mode is ForwardMode.DECODE:
+            return self._decode(layer, self.batch, q)
+        return self._extend(layer, self.batch, q)
 
     def _decode(self, layer: Attention, batch: ForwardBatch, q: torch.Tensor) -> torch.Tensor:
         k_buffer, v_buffer = self.kv_cache.get(layer.layer_id)

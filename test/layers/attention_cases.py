@@ -10,6 +10,7 @@ import torch
 
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.layers.attention import Attention
+from srt.layers.attention_reference import attention_reference
 from srt.layers.triton_attention import GpuFacts, TritonAttentionBackend
 from srt.mem_cache.kv_cache import KVCache
 
@@ -60,21 +61,8 @@ class Case:
 def reference(
     layer: Attention, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """q [m, num_heads, head_dim] are the last m of the positions of `keys` and `values`
-    [seq_len, num_kv_heads, head_dim]; all float64. Returns [m, num_heads, head_dim]."""
-    group_size = q.shape[1] // keys.shape[1]
-    keys = keys.repeat_interleave(group_size, 1)
-    values = values.repeat_interleave(group_size, 1)
-    scores = torch.einsum("mhd,nhd->hmn", q, keys) * layer.scale
-    if layer.logit_cap:
-        scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
-    key_pos = torch.arange(len(keys))
-    query_pos = key_pos[len(keys) - len(q) :, None]
-    seen = key_pos <= query_pos
-    if layer.sliding_window:
-        seen &= key_pos > query_pos - layer.sliding_window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("hmn,nhd->mhd", weights, values)
+    """attention_reference() of what `layer` computes."""
+    return attention_reference(q, keys, values, layer.scale, layer.sliding_window, layer.logit_cap)
 
 
 def make_case(
