@@ -17,8 +17,7 @@ import uvicorn
 from fastapi import Body, FastAPI
 from fastapi.responses import StreamingResponse
 
-from srt.generate_api import ChunkCursor, parse_generate_body
-from srt.logprob_format import LogprobFormat
+from srt.generate_api import AnswerFormat, ChunkCursor, parse_generate_body
 from srt.managers.tokenizer_manager import TokenizerManager
 
 
@@ -27,7 +26,7 @@ def make_app(manager: TokenizerManager) -> FastAPI:
 
     async def generate(body: dict[str, Any]) -> StreamingResponse:
         call = parse_generate_body(body, time.time())
-        cursor = ChunkCursor(False, LogprobFormat(), as_json=True)
+        cursor = ChunkCursor(False, AnswerFormat(), as_json=True)
 
         async def chunks() -> AsyncIterator[bytes]:
             async with aclosing(manager.generate(call)) as states:

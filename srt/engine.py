@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from srt.backend import Backend, cache_dir
 from srt.generate_api import (
+    AnswerFormat,
     ChunkCursor,
     collect,
     error_of,
-    logprob_format,
     parse_generate_body,
 )
 from srt.managers.scheduler_handle import SchedulerHandle
@@ -170,13 +170,13 @@ class Engine:
         manager = self._running().manager
         call = parse_generate_body(body, time.time())
         async with aclosing(manager.generate(call)) as states:
-            return await collect(states, logprob_format(call, manager.tokenizer))
+            return await collect(states, AnswerFormat.of(call, manager.tokenizer))
 
     async def _chunks(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         manager = self._running().manager
         call = parse_generate_body(body, time.time())
-        logprobs = logprob_format(call, manager.tokenizer)
-        cursor = ChunkCursor(self.args.incremental_streaming_output, logprobs)
+        answer_format = AnswerFormat.of(call, manager.tokenizer)
+        cursor = ChunkCursor(self.args.incremental_streaming_output, answer_format)
         async with aclosing(manager.generate(call)) as states:
             async for state in states:
                 if error := error_of(state):

@@ -54,6 +54,7 @@ def parse_generate_body(
         extra_key=cache_namespace(body),
         logprobs=parse_logprob_options(body, len(prompts), is_batch),
         text_in_logprobs=optional(body, "return_text_in_logprobs", bool, False),
+        prompt_ids_in_answer=optional(body, "return_prompt_token_ids", bool, False),
         queue_timeout=seconds(body, "queue_timeout"),
         timeout=seconds(body, "timeout"),
         arrival_time=arrival_time,
@@ -87,6 +88,7 @@ def response_object(
         "cached_tokens_details": {"device": state.cached_tokens, "host": 0},
         "num_retractions": state.num_retractions,
         "recomputed_tokens": state.recomputed_tokens,
+        "reasoning_tokens": 0,
         "weight_version": weight_version,
         "dp_rank": None,
         "queue_time": state.queue_time,
@@ -126,12 +128,20 @@ def error_of(state: ReqState) -> RequestError | None:
     return RequestError(reason.message or "Aborted", reason.status_code, err_type=reason.err_type)
 
 
-def logprob_format(call_input: GenerateReqInput, tokenizer: Tokenizer) -> LogprobFormat:
-    """How the answers to a call show probabilities."""
-    return LogprobFormat(tokenizer.token_text if call_input.text_in_logprobs else None)
+@dataclass(frozen=True)
+class AnswerFormat:
+    """What the answers to a call show beside text, ids and numbers."""
+
+    logprobs: LogprobFormat = field(default_factory=LogprobFormat)
+    prompt_ids: bool = False
+
+    @classmethod
+    def of(cls, call_input: GenerateReqInput, tokenizer: Tokenizer) -> AnswerFormat:
+        text_of = tokenizer.token_text if call_input.text_in_logprobs else None
+        return cls(LogprobFormat(text_of), call_input.prompt_ids_in_answer)
 
 
-async def collect(states: AsyncIterator[ReqState], logprobs: LogprobFormat) -> Any:
+async def collect(states: AsyncIterator[ReqState], answer_format: AnswerFormat) -> Any:
     """The final response of a call: one object, or a list in the order of the prompts. RequestError
     if the server ended any of them."""
     objects: dict[int, dict[str, Any]] = {}
@@ -141,9 +151,12 @@ async def collect(states: AsyncIterator[ReqState], logprobs: LogprobFormat) -> A
             continue
         if error := error_of(state):
             raise error
-        objects[state.index] = response_object(
-            state, state.text, state.output_ids, logprobs.fields(state)
+        answer = response_object(
+            state, state.text, state.output_ids, answer_format.logprobs.fields(state)
         )
+        if answer_format.prompt_ids:
+            answer["prompt_token_ids"] = state.request.input_ids
+        objects[state.index] = answer
         is_list = state.is_member
     return [objects[i] for i in sorted(objects)] if is_list else objects[0]
 
@@ -152,11 +165,12 @@ class ChunkCursor:
     """Which part of each choice's output a stream has sent, and so what its next chunk holds."""
 
     def __init__(
-        self, is_incremental: bool, logprobs: LogprobFormat, as_json: bool = False
+        self, is_incremental: bool, answer_format: AnswerFormat, as_json: bool = False
     ) -> None:
         """With `as_json` lists that are repeated in every chunk come as rendered JSON."""
         self._is_incremental = is_incremental
-        self._logprobs = logprobs
+        self._logprobs = answer_format.logprobs
+        self._prompt_ids = answer_format.prompt_ids
         self._as_json = as_json
         self._sent: dict[int, _Sent] = {}  # by choice
 
@@ -168,6 +182,10 @@ class ChunkCursor:
         if self._is_incremental:
             text, ids = text[sent.chars :], ids[sent.ids :]
         chunk = response_object(state, text, ids, self._lists(state, sent))
+        # Clients read them off the first chunk or the last; in all, a long prompt would be most of
+        # the stream.
+        if self._prompt_ids and (sent.is_new or state.finish_reason is not None):
+            chunk["prompt_token_ids"] = state.request.input_ids
         sent.note(state)
         if state.is_member:
             chunk["index"] = state.index
@@ -191,8 +209,10 @@ class _Sent:
     inputs: int = 0  # logprobs of the prompt
     outputs: int = 0  # logprobs of outputs
     lists: GrowingLists = field(default_factory=GrowingLists)
+    is_new: bool = True
 
     def note(self, state: ReqState) -> None:
+        self.is_new = False
         self.chars, self.ids = len(state.text), len(state.output_ids)
         self.inputs, self.outputs = len(state.input_logprobs), len(state.output_logprobs)
 

@@ -15,10 +15,10 @@ from aiohttp import hdrs, web
 
 from srt.admin_api import AdminRoutes
 from srt.generate_api import (
+    AnswerFormat,
     ChunkCursor,
     collect,
     error_of,
-    logprob_format,
     parse_generate_body,
 )
 from srt.header_timeout import HeaderTimers
@@ -33,7 +33,6 @@ from srt.http_json import (
 )
 from srt.http_metrics import HttpMetrics
 from srt.info_api import InfoRoutes, served_model_name
-from srt.logprob_format import LogprobFormat
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
@@ -76,11 +75,13 @@ class HttpServer:
         add = self.app.router.add_route
         for method in (hdrs.METH_POST, hdrs.METH_PUT):
             add(method, "/generate", self.generate)
-        add("GET", "/", self.greet)
-        for path in ("/health", "/ready"):
-            add("GET", path, self.health)
+        # Load balancers probe with HEAD, too.
+        for method in (hdrs.METH_GET, hdrs.METH_HEAD):
+            add(method, "/", self.greet)
+            for path in ("/health", "/ready"):
+                add(method, path, self.health)
+            add(method, "/ping", self.ping)
         add("GET", "/health_generate", self.health_generate)
-        add("GET", "/ping", self.ping)
         add("GET", "/metrics", self.metrics.serve)
         InfoRoutes(self.args, lambda: self.manager, self.metrics.labels).add_to(self.app.router)
         AdminRoutes(lambda: self.manager).add_to(self.app.router)
@@ -188,16 +189,16 @@ class HttpServer:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         arrival_time = time.time()
         call = parse_generate_body(await read_json(request), arrival_time, tenant_of(request))
-        logprobs = logprob_format(call, self.manager.tokenizer)
+        answer_format = AnswerFormat.of(call, self.manager.tokenizer)
         async with aclosing(self.manager.generate(call)) as states:
             if call.stream:
-                return await self._stream(request, states, logprobs)
-            return json_response(await collect(states, logprobs))
+                return await self._stream(request, states, answer_format)
+            return json_response(await collect(states, answer_format))
 
     async def _stream(
-        self, request: web.Request, states: AsyncIterator[ReqState], logprobs: LogprobFormat
+        self, request: web.Request, states: AsyncIterator[ReqState], answer_format: AnswerFormat
     ) -> web.StreamResponse:
-        cursor = ChunkCursor(self.args.incremental_streaming_output, logprobs, as_json=True)
+        cursor = ChunkCursor(self.args.incremental_streaming_output, answer_format, as_json=True)
         # The first state before the first header, so that a refusal still has its HTTP status.
         state = await anext(states)
         if error := error_of(state):
@@ -237,7 +238,7 @@ class HttpServer:
 
     async def _generate_once(self, call: GenerateReqInput) -> None:
         async with aclosing(self.manager.generate(call)) as states:
-            await collect(states, LogprobFormat())
+            await collect(states, AnswerFormat())
 
 
 _PREFLIGHT_HEADERS = {

@@ -62,6 +62,8 @@ _UNSUPPORTED = (
     "lora_path",
     "session_params",
     "return_hidden_states",
+    "return_token_ids",
+    "return_cached_tokens_details",
 )
 
 
@@ -92,8 +94,7 @@ class OpenAIRoutes:
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         arrival_time = time.time()
         body = await _read_object(request)
-        if body.get("tools") and body.get("tool_choice") != "none":
-            raise RequestError("tools are not supported by this server yet.", param="tools")
+        _refuse_tools(body)
         tokenizer = self._get_manager().tokenizer
         logprobs = chat_options(body)
         prompt = chat_input_ids(tokenizer, body)
@@ -302,6 +303,20 @@ async def _read_object(request: web.Request) -> dict[str, Any]:
             param="response_format",
         )
     return body
+
+
+def _refuse_tools(body: dict[str, Any]) -> None:
+    choice = body.get("tool_choice")
+    if body.get("tools"):
+        if choice != "none":
+            raise RequestError("tools are not supported by this server yet.", param="tools")
+    elif choice == "required":
+        message = "Tools cannot be empty if tool choice is set to required."
+        raise RequestError(message, param="tools")
+    elif choice not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice is {choice!r:.100}, but there are no tools.", param="tools"
+        )
 
 
 def _completion_prompts(body: dict[str, Any]) -> list[str | list[int]]:

@@ -41,6 +41,7 @@ def test_generate_answers_with_text_ids_and_numbers(tmp_path):
             assert 0 < meta["first_token_latency"] <= meta["e2e_latency"]
             assert meta["response_sent_to_client_ts"] > 0
             assert meta["dp_rank"] is None and meta["num_retractions"] == 0
+            assert meta["reasoning_tokens"] == 0 and "prompt_token_ids" not in answer
             async with http.session.put("/generate", json=body) as response:
                 assert response.status == 200
 
@@ -60,6 +61,21 @@ def test_a_batch_is_answered_in_the_order_of_its_prompts(tmp_path):
             assert [a["meta_info"]["id"] for a in answer] == ["b_0", "b_1", "b_2"]
             _, answer = await http.post("/generate", {"text": ["x"], "sampling_params": few()})
             assert isinstance(answer, list) and len(answer) == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_prompts_ids_are_in_the_answer_if_asked_for(tmp_path):
+    async def scenario():
+        async with serving_fake(tmp_path, passes=0) as http:
+            http.fake.passes_left = 100
+            body = {"text": ["hi", "yo"], "sampling_params": few()}
+            body["return_prompt_token_ids"] = True
+            _, answer = await http.post("/generate", body)
+            assert [a["prompt_token_ids"] for a in answer] == [ids("hi"), ids("yo")]
+            events = await http.stream("/generate", {**body, "text": "hi"})
+            for event in (events[0], events[-1]):
+                assert event["prompt_token_ids"] == ids("hi")
 
     asyncio.run(scenario())
 
@@ -415,6 +431,9 @@ def test_health_follows_the_drain(tmp_path):
         async with serving_fake(tmp_path) as http:
             for path in ("/health", "/ready", "/health_generate", "/ping", "/"):
                 assert (await http.get(path))[0] == 200, path
+            for path in ("/health", "/ready", "/ping", "/"):
+                async with http.session.head(path) as response:
+                    assert response.status == 200, path
             assert http.fake.of_type(TokenizedGenerateReq)  # health_generate really generates
             await http.manager.drain(1.0)
             for path in ("/health", "/ready", "/health_generate"):
@@ -460,6 +479,7 @@ def test_server_info_has_all_arguments_and_no_secret(tmp_path):
                 [state] = info["internal_states"]
                 assert state["effective_max_running_requests_per_dp"] == 8
                 assert state["memory_usage"]["token_capacity"] == POOL_SIZE
+                assert state["memory_usage"]["graph"] == 0.0
                 assert state["last_gen_throughput"] == 1.5
                 assert state["num_running_reqs"] == 0
 

@@ -190,6 +190,17 @@ def test_text_parts_are_joined_and_other_parts_refused(tmp_path):
         ("/v1/chat/completions", {"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
         (
             "/v1/chat/completions",
+            {"messages": HELLO, "tool_choice": "required"},
+            "Tools cannot be empty if tool choice is set to required.",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "tool_choice": {"function": {"name": "f"}}},
+            "tool_choice",
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "return_token_ids": True}, "return_token_ids"),
+        (
+            "/v1/chat/completions",
             {"messages": HELLO, "response_format": {"type": "json_object"}},
             "json_object",
         ),

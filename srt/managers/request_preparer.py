@@ -66,6 +66,7 @@ class GenerateReqInput:
     # Of each prompt, None where nothing is asked; none at all: nobody asks.
     logprobs: Sequence[LogprobOptions | None] = ()
     text_in_logprobs: bool = False  # of /generate: beside a token's id its text
+    prompt_ids_in_answer: bool = False  # of /generate
     # False when the text already holds what the tokenizer would add (a rendered chat template).
     add_special_tokens: bool = True
     arrival_time: float = field(default_factory=time.time)
