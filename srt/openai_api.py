@@ -116,7 +116,8 @@ class OpenAIRoutes:
         shape: CompletionShape | ChatShape,
     ) -> web.StreamResponse:
         options = optional(body, "stream_options", dict, {})
-        include_usage = optional(options, "include_usage", bool, False)
+        default = self._get_manager().args.stream_response_default_include_usage
+        include_usage = optional(options, "include_usage", bool, default)
         always_usage = optional(options, "continuous_usage_stats", bool, False)
         reply = {
             "id": call.rid,

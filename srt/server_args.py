@@ -8,7 +8,6 @@ import difflib
 import json
 import logging
 import math
-import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from srt.sampling_params import SamplingParams, SamplingParamsError
+from srt.sglang_flags import FlagValueError, foreign_of, without_foreign
 
 logger = logging.getLogger(__name__)
 
@@ -256,6 +256,9 @@ class ServerArgs:
         None, "seconds a request may take in all; then it ends with a 503", low=0.001
     )
     stream_interval: int = option(1, "tokens between two chunks of a stream", low=1)
+    stream_response_default_include_usage: bool = option(
+        False, "streams of the OpenAI routes end with their usage unless they say otherwise"
+    )
     incremental_streaming_output: bool = option(
         False, "chunks of /generate carry only what is new, not the whole text so far"
     )
@@ -406,17 +409,6 @@ def _tenant_weights(text: str) -> None:
             )
 
 
-# Families of SGLang flags for features that do not exist here. They are accepted with a warning, so
-# that a copied command line starts. Each pattern matches a whole flag name.
-_NO_EFFECT = re.compile(
-    r"--(?:(?:enable-|max-|disable-)?loras?(?:-.+)?|speculative-.+|disaggregation-.+"
-    r"|enable-hierarchical-cache|(?:enable-|disable-)?hicache-.+"
-    r"|ep|ep-size|expert-parallel-size|ep-.+|(?:enable-)?(?:ep-moe|deepep-moe|eplb)|deepep-.+|eplb-.+"
-    r"|moe-(?:a2a-backend|runner-backend|dense-tp-size)|init-expert-location"
-    r"|(?:enable-|disable-)?(?:multimodal|mm)|(?:enable-|disable-)?mm-.+|limit-mm-.+)"
-)
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ServerArgsError(message)
@@ -451,7 +443,12 @@ def _build_parser() -> _Parser:
 
 def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     """The options given in `argv`, by field name, plus `config` if it was given."""
-    given, unknown = _build_parser().parse_known_args(_without_ignored(argv))
+    try:
+        kept, idle = without_foreign(argv, _own_flags())
+    except FlagValueError as error:
+        raise ServerArgsError(str(error)) from error
+    _warn_of_idle(idle)
+    given, unknown = _build_parser().parse_known_args(kept)
     if unknown:
         raise ServerArgsError(_unknown_message(unknown[0].split("=")[0]))
     values: dict[str, Any] = vars(given)
@@ -471,26 +468,19 @@ def _convert(spec: _FieldSpec, value: Any) -> Any:
     return value
 
 
-def _without_ignored(argv: Sequence[str]) -> list[str]:
-    """`argv` less the flags (and values) of features that do not exist here, after a warning."""
-    kept, ignored, skipping = [], [], False
-    for arg in argv:
-        if arg.startswith("--"):
-            name = arg.split("=")[0]
-            skipping = _NO_EFFECT.fullmatch(name) is not None
-            if skipping:
-                ignored.append(name)
-        if not skipping:
-            kept.append(arg)
-    if ignored:
-        logger.warning("These options have no effect in this server: %s", ", ".join(ignored))
-    return kept
+def _warn_of_idle(flags: Sequence[str]) -> None:
+    if flags:
+        logger.warning("These options have no effect in this server: %s", ", ".join(flags))
+
+
+def _own_flags() -> list[str]:
+    return [name for spec in _FIELDS.values() for name in (_flag(spec.name), *spec.aliases)]
 
 
 def _unknown_message(flag: str) -> str:
     if not flag.startswith("-"):
         return f"unexpected argument {flag!r}"
-    known = [name for spec in _FIELDS.values() for name in (_flag(spec.name), *spec.aliases)]
+    known = _own_flags()
     longer = [name for name in known if name.startswith(flag)]
     nearest = longer or difflib.get_close_matches(flag, known, n=1, cutoff=0.0)
     return f"unknown option {flag}; the nearest is {nearest[0]}"
@@ -508,11 +498,16 @@ def _parse_config_file(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ServerArgsError(f"--config {path} must hold a mapping of options, not {content!r}")
+    try:
+        options = {_flag(str(key)): value for key, value in content.items()}
+        foreign, idle = foreign_of(options, _own_flags())
+    except FlagValueError as error:
+        raise ServerArgsError(f"--config {path}: {error}") from error
+    _warn_of_idle(idle)
     values = {}
-    kept = _without_ignored([_flag(str(key)) for key in content])
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if _flag(name) not in kept:
+        if _flag(name) in foreign:
             continue
         if name == "model":
             name = "model_path"

@@ -74,6 +74,18 @@ def test_usage_is_in_a_stream_only_if_asked_for(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_server_may_send_usage_unless_asked_not_to(tmp_path):
+    async def scenario():
+        async with serving_fake(tmp_path, stream_response_default_include_usage=True) as http:
+            body = {"prompt": "a", "max_tokens": 3}
+            assert (await http.stream("/v1/completions", body))[-1]["choices"] == []
+            body["stream_options"] = {"include_usage": False}
+            events = await http.stream("/v1/completions", body)
+            assert all(event["choices"] for event in events)
+
+    asyncio.run(scenario())
+
+
 def test_a_completion_stream_gives_the_text_in_pieces(tmp_path):
     async def scenario():
         async with serving_fake(tmp_path) as http:

@@ -86,6 +86,7 @@ OTHER_VALUES = {
     "retract_every": 3,
     "decode_log_interval": 1,
     "stream_interval": 8,
+    "stream_response_default_include_usage": True,
     "incremental_streaming_output": True,
     "chat_template": "template.jinja",
     "sampling_defaults": "openai",
@@ -191,6 +192,11 @@ def test_an_unknown_or_abbreviated_flag_is_refused_with_the_nearest_one(flag, ne
         ["--enable-eplb"],
         ["--enable-multimodal"],
         ["--mm-attention-backend", "x"],
+        ["--attention-backend", "flashinfer"],
+        ["--disable-cuda-graph"],
+        ["--trust-remote-code"],
+        ["--bucket-time-to-first-token", "0.1", "0.5"],
+        ["--tool-call-parser=qwen25"],
     ],
 )
 def test_flags_of_absent_features_are_dropped_with_a_warning_that_names_them(argv, caplog):
@@ -198,6 +204,40 @@ def test_flags_of_absent_features_are_dropped_with_a_warning_that_names_them(arg
     assert args == ServerArgs(port=1, host="h")
     assert len(caplog.records) == 1
     assert argv[0].split("=")[0] in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        (["--tp", "1"], "2"),
+        (["--tensor-parallel-size=1"], "2"),
+        (["--dp-size", "1"], "4"),
+        (["--nnodes", "1"], "2"),
+        (["--base-gpu-id", "0"], "1"),
+        (["--num-continuous-decode-steps", "1"], "8"),
+        (["--radix-eviction-policy", "lru"], "lfu"),
+    ],
+)
+def test_a_flag_of_sglang_is_taken_at_the_value_that_is_true_here(argv, wrong, caplog, capsys):
+    args = ServerArgs.from_cli(["--port", "1", *argv, "--enable-metrics", "--enable-cache-report"])
+    assert args == ServerArgs(port=1)
+    assert caplog.records == []
+    flag, *rest = argv[0].split("=")
+    right = (rest or argv[1:])[0]
+    assert f"{flag} must be {right} for this server, got '{wrong}'" in error_of(
+        [flag, wrong], capsys
+    )
+    assert f"{flag} must be {right} for this server, got ''" in error_of([flag], capsys)
+
+
+def test_a_config_file_may_hold_sglangs_flags(tmp_path, caplog, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text("port: 1\ntp-size: 1\nenable_metrics: true\nattention-backend: triton\n")
+    assert ServerArgs.from_cli(["--config", str(path)]) == ServerArgs(port=1)
+    [record] = caplog.records
+    assert record.getMessage().endswith(": --attention-backend")
+    path.write_text("tp-size: 2\n")
+    assert f"--config {path}: --tp-size must be 1" in error_of(["--config", str(path)], capsys)
 
 
 def test_python_values_of_the_wrong_type_are_refused():
