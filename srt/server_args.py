@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import json
 import logging
 import math
 import sys
-import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from srt.option_fields import (
+    FieldSpec,
+    describe_values,
+    field_specs,
+    flag_of,
+    is_valid,
+    option,
+)
 from srt.sampling_params import SamplingParams, SamplingParamsError
 from srt.sglang_flags import FlagValueError, foreign_of, without_foreign
 
@@ -23,22 +29,6 @@ logger = logging.getLogger(__name__)
 
 class ServerArgsError(ValueError):
     """An option has a value it cannot have; the message names the flag, the value and the limit."""
-
-
-def option(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    low: float | None = None,
-    high: float | None = None,
-    aliases: tuple[str, ...] = (),
-    secret: bool = False,
-) -> Any:
-    """A field of ServerArgs. `low` and `high` are inclusive; `aliases` are further flags for it; a
-    `secret` is left out of `repr`, which ends up in logs."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "aliases": aliases}
-    return field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,9 +272,9 @@ class ServerArgs:
         """Raise ServerArgsError at the first option with a wrong type or value."""
         for spec in _FIELDS.values():
             value = getattr(self, spec.name)
-            if not _is_valid(spec, value):
+            if not is_valid(spec, value):
                 raise ServerArgsError(
-                    f"{_flag(spec.name)} must be {_describe(spec)}, got {value!r}"
+                    f"{flag_of(spec.name)} must be {describe_values(spec)}, got {value!r}"
                 )
         if self.chunked_prefill_size == 0:
             raise ServerArgsError("--chunked-prefill-size must be -1 (off) or at least 1, got 0")
@@ -320,74 +310,11 @@ class ServerArgs:
             if value == spec.default:
                 continue
             # One string, so that a value that begins with a dash stays a value.
-            argv.append(_flag(spec.name) if value is True else f"{_flag(spec.name)}={value}")
+            argv.append(flag_of(spec.name) if value is True else f"{flag_of(spec.name)}={value}")
         return argv
 
 
-@dataclass(frozen=True)
-class _FieldSpec:
-    """A field of ServerArgs with its type taken apart."""
-
-    name: str
-    type: type
-    optional: bool
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    low: float | None
-    high: float | None
-    aliases: tuple[str, ...]
-
-
-def _field_specs() -> dict[str, _FieldSpec]:
-    hints = typing.get_type_hints(ServerArgs)
-    specs = {}
-    for f in dataclasses.fields(ServerArgs):
-        members = typing.get_args(hints[f.name]) or (hints[f.name],)
-        kind = next(m for m in members if m is not type(None))
-        specs[f.name] = _FieldSpec(
-            f.name, kind, type(None) in members, default=f.default, **f.metadata
-        )
-    return specs
-
-
-_FIELDS = _field_specs()
-_TYPE_NAMES = {
-    int: "an integer",
-    float: "a number",
-    str: "a non-empty string",
-    bool: "true or false",
-}
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _describe(spec: _FieldSpec) -> str:
-    if spec.choices:
-        return "one of " + ", ".join(spec.choices)
-    text = _TYPE_NAMES[spec.type]
-    if spec.low is not None and spec.high is not None:
-        return f"{text} in [{spec.low}, {spec.high}]"
-    return text if spec.low is None else f"{text} of at least {spec.low}"
-
-
-def _is_valid(spec: _FieldSpec, value: Any) -> bool:
-    if value is None:
-        return spec.optional
-    if spec.type is bool:
-        return isinstance(value, bool)
-    if spec.type is str:
-        if not isinstance(value, str):
-            return False
-        return value in spec.choices if spec.choices else value != ""
-    accepted = (int, float) if spec.type is float else (int,)
-    if not isinstance(value, accepted) or isinstance(value, bool):
-        return False
-    low = -math.inf if spec.low is None else spec.low
-    high = math.inf if spec.high is None else spec.high
-    return low <= value <= high and value not in (math.inf, -math.inf)
+_FIELDS = field_specs(ServerArgs)
 
 
 def _json_object(flag: str, text: str) -> dict[str, Any]:
@@ -429,7 +356,7 @@ def _build_parser() -> _Parser:
     for spec in _FIELDS.values():
         default = "" if spec.default is None else f" (default: {spec.default})"
         text = (spec.help + default).replace("%", "%%")
-        flags = (_flag(spec.name), *spec.aliases)
+        flags = (flag_of(spec.name), *spec.aliases)
         if spec.type is bool:
             parser.add_argument(
                 *flags, dest=spec.name, help=text, action=argparse.BooleanOptionalAction
@@ -458,7 +385,7 @@ def _parse_flags(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _convert(spec: _FieldSpec, value: Any) -> Any:
+def _convert(spec: FieldSpec, value: Any) -> Any:
     """`value` in the field's type, or as it is if that is impossible: `check` names the mistake."""
     if spec.type in (int, float) and isinstance(value, str):
         try:
@@ -474,7 +401,7 @@ def _warn_of_idle(flags: Sequence[str]) -> None:
 
 
 def _own_flags() -> list[str]:
-    return [name for spec in _FIELDS.values() for name in (_flag(spec.name), *spec.aliases)]
+    return [name for spec in _FIELDS.values() for name in (flag_of(spec.name), *spec.aliases)]
 
 
 def _unknown_message(flag: str) -> str:
@@ -499,7 +426,7 @@ def _parse_config_file(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ServerArgsError(f"--config {path} must hold a mapping of options, not {content!r}")
     try:
-        options = {_flag(str(key)): value for key, value in content.items()}
+        options = {flag_of(str(key)): value for key, value in content.items()}
         foreign, idle = foreign_of(options, _own_flags())
     except FlagValueError as error:
         raise ServerArgsError(f"--config {path}: {error}") from error
@@ -507,12 +434,12 @@ def _parse_config_file(path: str) -> dict[str, Any]:
     values = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if _flag(name) in foreign:
+        if flag_of(name) in foreign:
             continue
         if name == "model":
             name = "model_path"
         if name not in _FIELDS:
-            raise ServerArgsError(f"--config {path}: {_unknown_message(_flag(name))}")
+            raise ServerArgsError(f"--config {path}: {_unknown_message(flag_of(name))}")
         # A JSON option may be written as a YAML mapping.
         values[name] = json.dumps(value) if isinstance(value, dict) else value
     return values
