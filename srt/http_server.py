@@ -33,6 +33,7 @@ from srt.http_json import (
 )
 from srt.http_metrics import HttpMetrics
 from srt.info_api import InfoRoutes, served_model_name
+from srt.malformed_http import connection_logger
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
@@ -96,7 +97,11 @@ class HttpServer:
         the system holds until they are accepted. There is no access log, and a client that goes
         away cancels its handler, which aborts its request."""
         runner = web.AppRunner(
-            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
+            self.app,
+            logger=connection_logger(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=CLOSE_SECONDS,
         )
         await runner.setup()
         connection = runner.server
