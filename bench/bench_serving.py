@@ -28,8 +28,10 @@ from bench.server_routes import (
     ServerError,
     flush_cache,
     get_json,
+    profile,
     request_headers,
     retraction_counter,
+    stop_profile,
     wait_until_ready,
 )
 from bench.sessions import Dataset, DatasetError, Session
@@ -180,10 +182,14 @@ async def benchmark(
             stall_timeout=options.stall_timeout_sec,
             on_end=print_record if options.print_requests else None,
         )
+        if options.profile:
+            await profile(http, options, headers)
         retracted_before = await retraction_counter(http, options.url, headers)
         with progress(run, dataset.num_requests, not options.disable_tqdm), while_sending():
             result = await run.run(dataset.sessions, times)
         # After the timed part: a slow answer must not count.
+        if options.profile and options.profile_num_steps is None:
+            notes += await stop_profile(http, options, headers)
         retracted_after = await retraction_counter(http, options.url, headers)
         server_info = await get_json(http, f"{options.url}/server_info", headers)
     counted = None

@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 # "-" stands for its whole family.
 UNSUPPORTED = {
     "--lora-": "LoRA adapters are not driven by this load generator",
-    "--profile": "profiling is not started from here; POST /start_profile to the server yourself",
+    "--profile-by-stage": "the server traces all passes alike",
+    "--profile-prefill-url": "disaggregated prefill and decode is not driven from here",
+    "--profile-decode-url": "disaggregated prefill and decode is not driven from here",
     "--plot-throughput": "write the JSON line with --output-details and plot that instead",
     "--pd-separated": "disaggregated prefill and decode is not driven by this load generator",
     "--fake-prefill": "disaggregated prefill and decode is not driven by this load generator",
@@ -64,6 +66,5 @@ def refuse_unsupported(argv: Sequence[str]) -> None:
     for argument in argv:
         name = argument.partition("=")[0]
         for known, reason in UNSUPPORTED.items():
-            family = known.endswith("-") or known == "--profile"
-            if name == known or (family and name.startswith(known)):
+            if name == known or (known.endswith("-") and name.startswith(known)):
                 raise OptionError(f"{name} is not supported: {reason}")

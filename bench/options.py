@@ -125,6 +125,14 @@ class Options:
     prompt_suffix: str = option("", "text appended to every prompt")
     flush_cache: bool = option(False, "empty the server's prefix cache after the warm-up")
     flush_cache_timeout: float = option(60.0, "let the server become idle for so long", kind=float)
+    profile: bool = option(False, "have the server trace its passes during the run")
+    profile_num_steps: int | None = option(
+        None, "passes to trace; else those of the whole run", kind=int
+    )
+    profile_output_dir: str | None = option(None, "the server's folder for the trace")
+    profile_activities: tuple[str, ...] = option(
+        ("CPU",), "what is traced", choices=("CPU", "GPU"), many=True
+    )
     warmup_requests: int = option(1, "copies of the first request sent before the run", kind=int)
     tokenize_prompt: bool = option(False, "send token ids instead of text")
     gsp_num_groups: int = option(64, "groups that share a system prompt", kind=int)
@@ -248,7 +256,7 @@ class Options:
             "flush_cache_timeout": 0, "warmup_requests": 0, "gsp_num_groups": 1,
             "gsp_prompts_per_group": 1, "gsp_system_prompt_len": 1, "gsp_question_len": 1,
             "gsp_output_len": 1, "gsp_num_turns": 1, "mooncake_num_rounds": 1,
-            "agentic_max_turns": 1, "sweep_repeats": 1,
+            "agentic_max_turns": 1, "sweep_repeats": 1, "profile_num_steps": 1,
         }  # fmt: skip
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -364,6 +372,12 @@ class Options:
                 )
         if self.flush_cache and self.api.flush_path is None:
             raise OptionError(f"--flush-cache: backend {self.backend} has no route for it")
+        traced = Options.__dataclass_fields__
+        for name in ("profile_num_steps", "profile_output_dir", "profile_activities"):
+            if not self.profile and getattr(self, name) != traced[name].default:
+                raise OptionError(f"{flag(name)} needs --profile")
+        if self.profile and self.api.flush_path is None:
+            raise OptionError(f"--profile: backend {self.backend} has no route for it")
 
     def _check_sweep(self) -> None:
         if self.sweep is None:

@@ -14,6 +14,7 @@ from bench.options import Options
 # A question to the server outside the run; it answers or it is not there.
 ASK_TIMEOUT = aiohttp.ClientTimeout(total=10)
 READY_POLL_S = 0.5
+PROFILE_WRITE_S = 300.0
 RETRACTION_COUNTERS = ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total")
 
 
@@ -53,6 +54,46 @@ async def retraction_counter(
     except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError):
         return None
     return read_retractions(text)
+
+
+async def profile(http: aiohttp.ClientSession, options: Options, headers: dict[str, str]) -> None:
+    """Have the server trace its passes from now on. Raises ServerError."""
+    wishes = {
+        "output_dir": options.profile_output_dir,
+        "num_steps": options.profile_num_steps,
+        "activities": list(options.profile_activities),
+    }
+    body = {name: value for name, value in wishes.items() if value is not None}
+    await _order(http, f"{options.url}/start_profile", body, headers, ASK_TIMEOUT)
+
+
+async def stop_profile(
+    http: aiohttp.ClientSession, options: Options, headers: dict[str, str]
+) -> list[str]:
+    """Have the trace written. Notes for the report: the run is over, so its figures are kept."""
+    timeout = aiohttp.ClientTimeout(total=PROFILE_WRITE_S)
+    try:
+        await _order(http, f"{options.url}/stop_profile", {}, headers, timeout)
+    except ServerError as error:
+        return [str(error)]
+    return []
+
+
+async def _order(
+    http: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    timeout: aiohttp.ClientTimeout,
+) -> None:
+    try:
+        async with http.post(url, json=body, headers=headers, timeout=timeout) as response:
+            if response.status == 200:
+                return
+            problem = f"HTTP {response.status}: {(await response.text())[:200]}"
+    except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise ServerError(f"--profile: POST {url}: {problem}")
 
 
 def read_retractions(metrics: str) -> int | None:

@@ -23,6 +23,10 @@ _ADMIN_ROUTES = frozenset(
         ("PATCH", "/v1/scheduler"),
         ("POST", "/set_internal_state"),
         ("GET", "/get_internal_state"),
+        ("GET", "/start_profile"),
+        ("POST", "/start_profile"),
+        ("GET", "/stop_profile"),
+        ("POST", "/stop_profile"),
     }
 )
 

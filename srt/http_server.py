@@ -38,6 +38,7 @@ from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from srt.openai_api import OpenAIRoutes
+from srt.profile_api import ProfileRoutes
 from srt.request_error import RequestError
 from srt.server_args import ServerArgs
 from srt.sse import open_stream
@@ -86,6 +87,7 @@ class HttpServer:
         add("GET", "/metrics", self.metrics.serve)
         InfoRoutes(self.args, lambda: self.manager, self.metrics.labels).add_to(self.app.router)
         AdminRoutes(lambda: self.manager).add_to(self.app.router)
+        ProfileRoutes(lambda: self.manager).add_to(self.app.router)
         OpenAIRoutes(self.model_name, lambda: self.manager).add_to(self.app.router)
         TokenizeRoutes(lambda: self.manager).add_to(self.app.router)
 

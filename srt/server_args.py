@@ -230,6 +230,9 @@ class ServerArgs:
     journal: str | None = option(
         None, "file that gets one JSON line a pass; see python -m srt.journal"
     )
+    profile_dir: str | None = option(
+        None, "folder for the traces of /start_profile; else one in the system's temporary folder"
+    )
     random_seed: int | None = option(
         None, "seed of requests that bring none; else random", low=0, high=2**63 - 1
     )

@@ -32,10 +32,13 @@ from srt.managers.io_struct import (
     InternalStateReq,
     JournalReq,
     PauseReq,
+    ProfileOptions,
     ReadyMsg,
     RequestsReq,
     SchedulerInput,
     StartedInfo,
+    StartProfileReq,
+    StopProfileReq,
     TokenizedGenerateReq,
     UpdateSchedulerReq,
 )
@@ -111,6 +114,7 @@ class FakeScheduler(threading.Thread):
         self.paused = False
         self.is_deaf = False  # as in a long pass: no answer about its state
         self.settings: dict[str, Any] = {"max_running_requests": 8, "phase_policy": "interleave"}
+        self.profiles: list[ProfileOptions] = []  # asked for
         self.abort_with: FinishReason | None = None  # end every new request with this
         self._ipc_dir = ipc_dir
         self._stopping = threading.Event()
@@ -173,6 +177,12 @@ class FakeScheduler(threading.Thread):
         elif isinstance(message, PauseReq):
             self.paused = message.paused
             channel.send(ControlOut(message.id, {"paused": self.paused}))
+        elif isinstance(message, StartProfileReq):
+            self.profiles.append(message.options)
+            channel.send(ControlOut(message.id, None))
+        elif isinstance(message, StopProfileReq):
+            error = None if self.profiles else "Profiling is not in progress."
+            channel.send(ControlOut(message.id, "a.trace.json.gz", error))
         elif isinstance(message, UpdateSchedulerReq):
             unknown = next((name for name in message.values if name not in self.settings), None)
             if unknown is None:

@@ -84,6 +84,7 @@ OTHER_VALUES = {
     "journal": "journal.jsonl",
     "random_seed": 42,
     "retract_every": 3,
+    "profile_dir": "traces",
     "decode_log_interval": 1,
     "stream_interval": 8,
     "stream_response_default_include_usage": True,

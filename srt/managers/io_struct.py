@@ -118,6 +118,28 @@ class UpdateSchedulerReq(msgspec.Struct, tag=True):
     values: dict[str, Any]
 
 
+class ProfileOptions(msgspec.Struct):
+    """Trace passes from the scheduler's pass number `start_step` on, or from now if that is over:
+    `num_steps` of them, or less if the end is asked for before, into a file in `output_dir`."""
+
+    output_dir: str
+    prefix: str
+    num_steps: int
+    start_step: int
+    activities: list[str]  # CPU, GPU
+    with_stack: bool
+    record_shapes: bool
+
+
+class StartProfileReq(msgspec.Struct, tag=True):
+    id: int
+    options: ProfileOptions
+
+
+class StopProfileReq(msgspec.Struct, tag=True):
+    id: int
+
+
 SchedulerInput = (
     TokenizedGenerateReq
     | AbortReq
@@ -127,6 +149,8 @@ SchedulerInput = (
     | JournalReq
     | PauseReq
     | UpdateSchedulerReq
+    | StartProfileReq
+    | StopProfileReq
 )
 
 # --- scheduler -> HTTP process
@@ -195,8 +219,7 @@ class InternalStateOut(msgspec.Struct, tag=True):
 
 
 class ControlOut(msgspec.Struct, tag=True):
-    """The answer to a RequestsReq, JournalReq, PauseReq or UpdateSchedulerReq. With `error` nothing
-    was done."""
+    """The answer to any other question or order. With `error` nothing was done."""
 
     id: int
     result: Any

@@ -28,6 +28,7 @@ from srt.managers.io_struct import (
     StartedInfo,
     TokenizedGenerateReq,
 )
+from srt.managers.pass_profiler import PassProfiler
 from srt.managers.phase_policy import PassStats, PhasePolicy, PhaseState
 from srt.managers.req import Blocker, Req
 from srt.managers.req_logprobs import LogprobPlan
@@ -108,6 +109,7 @@ class Scheduler:
         self._num_asking = 0  # of them, who wants logprobs
         self.paused = False
         self.counters = SchedulerCounters()
+        self.profiler = PassProfiler()
         # Rows of req_to_token whose request ended; batches drop them at the next choice.
         self._ended_rows = np.zeros(memory.rows.num_rows + 1, dtype=np.bool_)
         self._any_ended = False
@@ -551,6 +553,7 @@ class Scheduler:
     def launch(self, chosen: Pass) -> None:
         """Start the pass. Its tokens stay on the device: the next pass may read them there."""
         batch = chosen.batch
+        self.profiler.before_pass()
         self.phase.on_launch(chosen.is_extend)
         if self._num_asking:
             self._ask_logprobs(chosen)
@@ -614,6 +617,7 @@ class Scheduler:
             self.waiting_queue.policy.on_tokens(batch.reqs)
             self.channel.send(out)
         self._note_pass(done, len(rows))
+        self.profiler.after_pass()
 
     def _settle_extended(self, done: Pass, out: BatchTokenOut) -> None:
         """Share what was computed; tell when first tokens started; end requests for no tokens."""

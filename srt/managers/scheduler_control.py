@@ -16,8 +16,11 @@ from srt.managers.io_struct import (
     InternalStateReq,
     JournalReq,
     PauseReq,
+    ProfileOptions,
     RequestsReq,
     SchedulerInput,
+    StartProfileReq,
+    StopProfileReq,
     UpdateSchedulerReq,
 )
 from srt.request_error import RequestError
@@ -26,7 +29,14 @@ logger = logging.getLogger(__name__)
 
 ControlReply = FlushCacheOut | InternalStateOut | ControlOut
 _Question = (
-    FlushCacheReq | InternalStateReq | JournalReq | PauseReq | RequestsReq | UpdateSchedulerReq
+    FlushCacheReq
+    | InternalStateReq
+    | JournalReq
+    | PauseReq
+    | RequestsReq
+    | StartProfileReq
+    | StopProfileReq
+    | UpdateSchedulerReq
 )
 
 
@@ -114,6 +124,15 @@ class SchedulerControl:
         settings: dict[str, Any] = await self._result(UpdateSchedulerReq(next(self._ids), values))
         self._changed.update(values)
         return settings
+
+    async def start_profile(self, options: ProfileOptions) -> None:
+        """RequestError if one is going on."""
+        await self._result(StartProfileReq(next(self._ids), options))
+
+    async def stop_profile(self) -> str:
+        """The path of the trace. RequestError if there is none."""
+        path: str = await self._result(StopProfileReq(next(self._ids)))
+        return path
 
     async def _result(self, message: _Question) -> Any:
         out = await self._ask(message)

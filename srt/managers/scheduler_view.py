@@ -14,8 +14,11 @@ from srt.managers.io_struct import (
     PauseReq,
     RequestsReq,
     SchedulerInput,
+    StartProfileReq,
+    StopProfileReq,
     UpdateSchedulerReq,
 )
+from srt.managers.pass_profiler import ProfileError
 from srt.managers.phase_policy import PassStats
 from srt.managers.req import Blocker, Req
 from srt.managers.retraction import Retraction
@@ -78,8 +81,20 @@ def answer_query(scheduler: Scheduler, message: SchedulerInput) -> None:
         case UpdateSchedulerReq():
             error = change_settings(scheduler, message.values)
             send(ControlOut(message.id, current_settings(scheduler), error))
+        case StartProfileReq() | StopProfileReq():
+            send(_profile(scheduler, message))
         case _:
             raise TypeError(f"no handler for {type(message).__name__}")
+
+
+def _profile(scheduler: Scheduler, message: StartProfileReq | StopProfileReq) -> ControlOut:
+    try:
+        if isinstance(message, StopProfileReq):
+            return ControlOut(message.id, str(scheduler.profiler.stop()))
+        scheduler.profiler.start(message.options)
+        return ControlOut(message.id, None)
+    except ProfileError as error:
+        return ControlOut(message.id, None, str(error))
 
 
 def internal_state(scheduler: Scheduler) -> dict[str, Any]:
