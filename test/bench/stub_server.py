@@ -64,6 +64,7 @@ class StubServer:
         self.url = ""
         self.settings: dict[str, Any] = {"max_running_requests": 8, "schedule_policy": "fcfs"}
         self.patches: list[dict[str, Any]] = []
+        self.is_profiling = False
         self.num_cut_off = 0  # streams whose client left before their end
         self.num_scrapes = 0  # each shows 3 more retractions
         self.ready = threading.Event()
@@ -92,6 +93,8 @@ class StubServer:
                 web.post("/tokenize", self.do_tokenize),
                 web.post("/detokenize", self.do_detokenize),
                 web.post("/flush_cache", self.flush),
+                web.post("/start_profile", self.profile),
+                web.post("/stop_profile", self.profile),
                 web.patch("/v1/scheduler", self.change_settings),
                 web.post("/generate", self.generate),
                 web.post("/v1/completions", self.generate),
@@ -165,6 +168,15 @@ class StubServer:
     async def flush(self, request: web.Request) -> web.Response:
         await self.note(request)
         return web.Response(text="Cache flushed.\n")
+
+    async def profile(self, request: web.Request) -> web.Response:
+        """Start and stop by turns."""
+        await self.note(request)
+        wanted = {"/start_profile": False, "/stop_profile": True}[request.path]
+        if self.is_profiling is not wanted:
+            return web.Response(status=400, text="not now")
+        self.is_profiling = not wanted
+        return web.Response()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await self.note(request)

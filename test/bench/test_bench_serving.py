@@ -162,6 +162,27 @@ def test_warm_up_is_short_and_not_counted_and_the_cache_is_flushed_behind_it(ben
     assert outcome.result["completed"] == 4
 
 
+def test_the_server_traces_the_run_and_not_the_warm_up(bench):
+    with StubServer() as server:
+        bench(server, "--profile", "--profile-output-dir", "x")
+        bench(server, "--profile", "--profile-num-steps", "3")
+        paths = [path for path, _, _ in server.requests if "profile" in path or path == "/generate"]
+        wishes = server.sent("/start_profile")
+    once = ["/generate", "/start_profile", *["/generate"] * 4]
+    assert paths == [*once, "/stop_profile", *once]
+    assert wishes == [
+        {"output_dir": "x", "activities": ["CPU"]},
+        {"num_steps": 3, "activities": ["CPU"]},
+    ]
+
+
+def test_a_run_whose_profile_cannot_be_started_is_not_made(bench):
+    with StubServer() as server:
+        server.is_profiling = True
+        refused = bench(server, "--profile")
+        assert refused.code != 0 and "/start_profile: HTTP 400: not now" in refused.errors
+
+
 def test_a_missing_flush_route_of_vllm_is_a_warning_and_of_sglang_an_error(bench):
     with StubServer() as server:
         outcome = bench(server, "--backend", "vllm", "--flush-cache")
