@@ -27,6 +27,6 @@ class LogprobQuery:
     targets: torch.Tensor  # [p] int64, the prompt tokens that follow them
     sampled_rows: torch.Tensor  # [r] int64, requests of the pass
     num_top: int  # 0: none
-    extra_questions: torch.Tensor  # [e] int64, ascending; which question wants each of ...
+    extra_questions: list[int]  # e of them, ascending; which question wants each of ...
     extra_ids: torch.Tensor  # [e] int64, ... these tokens
     answer: LogprobAnswer | None = None

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from srt.device_copy import to_device
 from srt.sampling_params import SamplingParams
 
 # Rows whose top_k is at most this need only their best tokens, not the whole vocabulary in order.
@@ -70,7 +71,7 @@ class RowGroup(Generic[Columns]):
 
     @classmethod
     def of(cls, rows: npt.NDArray[np.int64], columns: Columns) -> RowGroup[Columns]:
-        return cls(rows, _to_device(rows, columns[0].device), columns)
+        return cls(rows, to_device(rows, columns[0].device), columns)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -83,7 +84,7 @@ class RowGroup(Generic[Columns]):
             return RowGroup.of(places, self.columns)
         if not stays.any():
             return None
-        gather = _to_device(np.flatnonzero(stays), self.row_index.device)
+        gather = to_device(np.flatnonzero(stays), self.row_index.device)
         columns = type(self.columns)(*(column[gather] for column in self.columns))
         return RowGroup.of(places[stays], columns)
 
@@ -179,12 +180,6 @@ class SamplingBatch:
         counts.scatter_add_(1, tokens, torch.ones_like(tokens, dtype=counts.dtype))
 
 
-def _to_device(rows: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(rows)
-    # Pinned, so that the copy does not wait for the device.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 def _merged(
     ours: RowGroup[Columns] | None, theirs: RowGroup[Columns] | None, num_rows: int
 ) -> RowGroup[Columns] | None:
@@ -225,7 +220,7 @@ def _draw_columns(
     params: list[SamplingParams], vocab_size: int, device: str | torch.device
 ) -> DrawColumns:
     def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return to_device(torch.tensor(values, dtype=dtype), device)
 
     return DrawColumns(
         temperature=column([p.temperature for p in params], torch.float64),
@@ -254,14 +249,14 @@ def _penalty_group(
 
     def column(name: str) -> torch.Tensor:
         values = [[getattr(params[row], name)] for row in rows]
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return to_device(torch.tensor(values, dtype=torch.float32), device)
 
     columns = PenaltyColumns(
         repetition=column("repetition_penalty"),
         frequency=column("frequency_penalty"),
         presence=column("presence_penalty"),
-        in_prompt=torch.from_numpy(in_prompt).to(device),
-        output_counts=torch.from_numpy(counts).to(device),
+        in_prompt=to_device(in_prompt, device),
+        output_counts=to_device(counts, device),
     )
     return RowGroup.of(np.array(rows, dtype=np.int64), columns)
 
@@ -284,8 +279,8 @@ def _bias_group(
         return None
     rows, token_ids, biases, untils = zip(*entries, strict=True)
     columns = BiasColumns(
-        token_id=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        bias=torch.tensor(biases, dtype=torch.float32, device=device),
-        until=torch.tensor(untils, dtype=torch.int64, device=device),
+        token_id=to_device(torch.tensor(token_ids, dtype=torch.int64), device),
+        bias=to_device(torch.tensor(biases, dtype=torch.float32), device),
+        until=to_device(torch.tensor(untils, dtype=torch.int64), device),
     )
     return RowGroup.of(np.array(rows, dtype=np.int64), columns)

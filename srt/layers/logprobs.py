@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
+from srt.device_copy import to_device
 from srt.layers.sampler import MAX_BLOCK_ELEMENTS
 from srt.logprob_query import LogprobAnswer, LogprobQuery
 
@@ -44,9 +47,12 @@ def answer_query(
         top.append(best.values - norm[:, None])
         top_ids.append(best.indices)
         if len(query.extra_ids):
-            within = (query.extra_questions >= begin) & (query.extra_questions < end)
-            question = query.extra_questions[within] - begin
-            extra.append(rows[question, query.extra_ids[within]] - norm[question])
+            # Found on the host: a mask would wait for the device to count it.
+            first = bisect_left(query.extra_questions, begin)
+            last = bisect_left(query.extra_questions, end)
+            questions = np.array(query.extra_questions[first:last], dtype=np.int64) - begin
+            question = to_device(questions, rows.device)
+            extra.append(rows[question, query.extra_ids[first:last]] - norm[question])
         begin = end
     return LogprobAnswer(
         torch.cat(chosen),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from srt.device_copy import to_device
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.layers.attention import Attention, HeadNorms
 from srt.layers.decode_attention import DecodeScratch, decode_attention, plan_decode
@@ -104,12 +105,8 @@ class TritonAttentionBackend:
         # Rows do not depend on the window, so one list serves all layers.
         (rows,) = {tile.rows for tile in self.tiles.values()}
         tokens = rows // (self.num_heads // self.num_kv_heads)
-        tiles = torch.from_numpy(extend_tiles(batch.seq_lens_cpu, batch.extend_lens_cpu, tokens))
-        device = self.req_to_token.device
-        if device.type == "cpu":
-            return tiles
-        # From pinned memory a copy does not wait; the allocator keeps that until it is done.
-        return tiles.pin_memory().to(device, non_blocking=True)
+        tiles = extend_tiles(batch.seq_lens_cpu, batch.extend_lens_cpu, tokens)
+        return to_device(tiles, self.req_to_token.device)
 
     def forward(
         self, layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from srt.device_copy import HostCopy, to_device
 from srt.logprob_query import LogprobQuery
 from srt.managers.io_struct import TokenizedGenerateReq, TokenLogprobs
 
@@ -67,6 +68,7 @@ class LogprobPlan:
         self._prompts: list[_PromptSpan] = []
         self._sampled: list[Req] = []
         self.query: LogprobQuery | None = None
+        self._arriving: HostCopy | None = None
 
     @classmethod
     def of(
@@ -98,7 +100,7 @@ class LogprobPlan:
             return None
 
         def column(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+            return to_device(torch.tensor(values, dtype=torch.int64), device)
 
         wishes = plan._wishes()
         extra = [(at, i) for at, wish in enumerate(wishes) for i in wish.token_ids or ()]
@@ -107,7 +109,7 @@ class LogprobPlan:
             targets=column([i for span in plan._prompts for i in span.token_ids]),
             sampled_rows=column(rows),
             num_top=max(wish.num_top for wish in wishes),
-            extra_questions=column([at for at, _ in extra]),
+            extra_questions=[at for at, _ in extra],
             extra_ids=column([i for _, i in extra]),
         )
         return plan
@@ -117,13 +119,18 @@ class LogprobPlan:
         prompts = [span.wish for span in self._prompts for _ in span.token_ids]
         return prompts + [req.logprobs for req in self._sampled if req.logprobs is not None]
 
+    def fetch(self) -> None:
+        """The pass is launched: let its answers come to the host."""
+        assert self.query is not None and self.query.answer is not None, "the pass has not run"
+        answer = self.query.answer
+        self._arriving = HostCopy(answer.chosen, answer.top, answer.top_ids, answer.extra)
+
     def settle(self, tokens: dict[str, int]) -> dict[str, TokenLogprobs]:
         """Give the answers about prompts to their requests, and return those about sampled tokens,
         `tokens` by rid, by rid. Waits for the device."""
-        assert self.query is not None and self.query.answer is not None, "the pass has not run"
-        answer = self.query.answer
-        chosen, top = answer.chosen.tolist(), answer.top.tolist()
-        top_ids, extra = answer.top_ids.tolist(), iter(answer.extra.tolist())
+        assert self._arriving is not None, "nothing was fetched"
+        chosen, top, top_ids, extra_list = (x.tolist() for x in self._arriving.wait())
+        extra = iter(extra_list)
         at = 0
 
         def said(wish: ReqLogprobs, token_id: int) -> TokenLogprobs:

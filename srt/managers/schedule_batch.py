@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from srt.device_copy import to_device
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.managers.req import Req
 from srt.managers.req_memory import ReqMemory
@@ -209,9 +210,3 @@ class ScheduleBatch:
     def decode_fits(self, memory: ReqMemory) -> bool:
         """Is there a slot, free or evictable, for one more token of each request?"""
         return memory.decode_need(self.seq_lens_cpu + 1) <= memory.available
-
-
-def to_device(column: Int64Array, device: str | torch.device) -> torch.Tensor:
-    """[b] int64 on the device; on CPU without a copy."""
-    tensor = torch.from_numpy(column)
-    return tensor if str(device) == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from srt.device_copy import HostCopy, to_device
 from srt.forward_batch import ForwardBatch
 from srt.journal import Journal, RefusedEntry, StepRecord
 from srt.managers.admission import Admission
@@ -34,7 +35,7 @@ from srt.managers.req import Blocker, Req
 from srt.managers.req_logprobs import LogprobPlan
 from srt.managers.req_memory import ReqMemory
 from srt.managers.retraction import Retraction, RetractionPolicy
-from srt.managers.schedule_batch import ModelLimits, ScheduleBatch, to_device
+from srt.managers.schedule_batch import ModelLimits, ScheduleBatch
 from srt.managers.schedule_policy import WaitingQueue
 from srt.managers.scheduler_log import LoadSnapshot, SchedulerLog
 from srt.managers.scheduler_pass import Pass
@@ -563,7 +564,9 @@ class Scheduler:
             next_token_ids = next_token_ids[rows]
             batch.filter_batch(chosen.sampling_rows)
         batch.take_tokens(next_token_ids)
-        chosen.next_token_ids = next_token_ids
+        chosen.tokens = HostCopy(next_token_ids)
+        if chosen.logprobs is not None:
+            chosen.logprobs.fetch()
         chosen.batch = batch.snapshot()
         padding = self.batching.on_launch(chosen.is_extend, len(batch))
         self.counters.row_steps += len(batch) + padding
@@ -583,11 +586,11 @@ class Scheduler:
     # --- process ---
 
     def process_batch_result(self, done: Pass) -> None:
-        """Give out the tokens, end what has ended, one message for the whole pass. Reading the
+        """Give out the tokens, end what has ended, one message for the whole pass. Waiting for the
         tokens is the one device sync of a step: whether a request goes on depends on them."""
-        assert done.next_token_ids is not None, "processed before it was launched"
+        assert done.tokens is not None, "processed before it was launched"
         batch = done.batch
-        tokens: list[int] = done.next_token_ids.tolist()
+        tokens: list[int] = done.tokens.wait()[0].tolist()
         rows: Sequence[int] = range(len(tokens))
         if done.has_late_ends:
             rows = [row for row, req in enumerate(batch.reqs) if not req.has_ended]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
+from srt.device_copy import HostCopy
 from srt.forward_batch import ForwardBatch
 from srt.journal import StepRecord
 from srt.managers.req import Req
@@ -25,7 +24,7 @@ class Pass:
     extended: list[Req] = field(default_factory=list)
     chunked: Req | None = None  # of `extended`, who is in mid-chunk after it
     sampling_rows: list[int] | None = None  # rows of `forward` that sample; None: all
-    next_token_ids: torch.Tensor | None = None  # [len(batch)] on the device, once launched
+    tokens: HostCopy | None = None  # [len(batch)] int64, once launched
     logprobs: LogprobPlan | None = None  # None: nobody asks
     has_late_ends: bool = False  # someone in it ended after its launch
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from srt.device_copy import to_device
 from srt.mem_cache.token_to_kv_pool import Int64Array
 
 
@@ -19,8 +20,11 @@ class ReqToTokenPool:
         self.num_rows = num_rows
         self.context_len = context_len
         self.table: npt.NDArray[np.int32] = np.zeros((num_rows + 1, context_len), dtype=np.int32)
-        shared = torch.from_numpy(self.table)
-        self.device_table = shared if device == "cpu" else shared.to(device)
+        self.device_table = (
+            torch.from_numpy(self.table)
+            if device == "cpu"
+            else torch.zeros(self.table.shape, dtype=torch.int32, device=device)
+        )
         self._on_device = device != "cpu"
         self._free = list(range(num_rows, 0, -1))
 
@@ -39,15 +43,14 @@ class ReqToTokenPool:
         end = start + len(slots)
         self.table[row, start:end] = slots
         if self._on_device:
-            new = torch.from_numpy(self.table[row, start:end].copy())
-            self.device_table[row, start:end].copy_(new, non_blocking=True)
+            new = to_device(self.table[row, start:end], self.device_table.device)
+            self.device_table[row, start:end].copy_(new)
 
     def write_last(self, rows: Int64Array, positions: Int64Array, slots: Int64Array) -> None:
         """One token of each row: `table[rows[i], positions[i]] = slots[i]`, all [b]."""
         self.table[rows, positions] = slots
         if self._on_device:
-            index = torch.from_numpy(np.stack([rows, positions, slots]))
-            index = index.to(self.device_table.device, non_blocking=True)
+            index = to_device(np.stack([rows, positions, slots]), self.device_table.device)
             self.device_table[index[0], index[1]] = index[2].int()
 
     def check(self, live_rows: list[int]) -> None:

@@ -125,8 +125,7 @@ SAMPLING: list[tuple[dict[str, Any], list[str]]] = [
 def test_sampling_takes_the_kernels_its_rows_need(knobs, kernels, adjustment, adjusting):
     params = [SamplingParams(**knobs, **adjustment)] * 3
     with FakeCuda() as cuda:
-        with cuda.sync_allowed():  # a batch is built when requests join, not in every pass
-            batch = SamplingBatch.build(params, [[1]] * 3, [[]] * 3, [[2]] * 3, 5000, "cuda")
+        batch = SamplingBatch.build(params, [[1]] * 3, [[]] * 3, [[2]] * 3, 5000, "cuda")
         logits = torch.empty(3, 5000, device="cuda")
         tokens = sample(logits, batch, torch.ones(3, dtype=torch.int64, device="cuda"))
         assert tokens.shape == (3,) and tokens.dtype == torch.int64 and tokens.is_cuda

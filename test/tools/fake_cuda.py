@@ -10,9 +10,13 @@ Inside the block these raise at the line that does them:
   .cpu(), nonzero, boolean masks, torch.cuda.synchronize(), a copy that is blocking or not from
   pinned memory, an index from the CPU. Where waiting is meant: `with cuda.sync_allowed():`.
 - WrongDevice: a kernel launch with a CPU tensor, which on a GPU is a wild pointer.
+- NotCapturable: what a CUDA graph cannot hold, or would repeat with stale bytes: a copy between
+  host and device, or a wait, while one is captured.
 
 A launch is recorded and, with `compile=True`, compiled for the target. No kernel runs, so there are
-no values: those are the interpreter's business. Streams, events and graphs are not imitated.
+no values: those are the interpreter's business. What was copied to the host reads as zeros. A graph
+remembers the launches of its capture and counts its replays. Events do nothing, but waiting for one
+is a wait. Streams are not imitated.
 """
 
 from __future__ import annotations
@@ -56,6 +60,10 @@ class HiddenSync(RuntimeError):
     """The host would wait for the device here."""
 
 
+class NotCapturable(RuntimeError):
+    """A CUDA graph that is being captured cannot hold this."""
+
+
 class WrongDevice(RuntimeError):
     """A kernel got a tensor of the host."""
 
@@ -68,6 +76,36 @@ class Launch:
     compiled: Any  # None unless compiled
 
 
+class FakeEvent:
+    """torch.cuda.Event: recorded, and waited for."""
+
+    def __init__(self, owner: FakeCuda) -> None:
+        self.owner = owner
+        self.is_recorded = False
+
+    def record(self, *args: Any) -> None:
+        self.is_recorded = True
+
+    def synchronize(self) -> None:
+        assert self.is_recorded, "waiting for an event that was never recorded"
+        self.owner.wait("event.synchronize()")
+
+
+class FakeGraph:
+    """torch.cuda.CUDAGraph: the launches of its capture, and how often it was replayed."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] | None = None  # None: not captured
+        self.num_replays = 0
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def replay(self) -> None:
+        assert self.launches is not None, "replaying a graph that was not captured"
+        self.num_replays += 1
+
+
 class FakeCuda(contextlib.ExitStack):
     """See the head of this file. `sms`: multiprocessors that the device claims to have. Under
     interpreted_triton launches are recorded and cannot be compiled."""
@@ -78,7 +116,9 @@ class FakeCuda(contextlib.ExitStack):
         self.sms = sms
         self.compile = compile
         self.launches: list[Launch] = []
+        self.graphs: list[FakeGraph] = []  # captured ones
         self.allow_sync = False
+        self.is_capturing = False
 
     @contextlib.contextmanager
     def sync_allowed(self) -> Iterator[None]:
@@ -87,6 +127,24 @@ class FakeCuda(contextlib.ExitStack):
             yield
         finally:
             self.allow_sync = before
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device in `what`."""
+        if self.is_capturing:
+            raise NotCapturable(what)
+        if not self.allow_sync:
+            raise HiddenSync(what)
+
+    @contextlib.contextmanager
+    def _capture(self, graph: FakeGraph, *args: Any, **kwargs: Any) -> Iterator[None]:
+        assert not self.is_capturing, "a capture inside a capture"
+        before, self.is_capturing = len(self.launches), True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+        graph.launches = self.launches[before:]
+        self.graphs.append(graph)
 
     def __enter__(self) -> FakeCuda:
         super().__enter__()
@@ -126,10 +184,6 @@ class FakeCuda(contextlib.ExitStack):
         self.callback(setattr, driver, "_active", before)
 
     def _patch_torch_cuda(self) -> None:
-        def synchronize(*args: Any) -> None:
-            if not self.allow_sync:
-                raise HiddenSync("torch.cuda.synchronize()")
-
         capability = divmod(self.arch, 10)
         properties = SimpleNamespace(
             name="fake",
@@ -145,7 +199,10 @@ class FakeCuda(contextlib.ExitStack):
             "get_device_capability": lambda *args: capability,
             "get_device_properties": lambda *args: properties,
             "mem_get_info": lambda *args: (80 << 30, 80 << 30),
-            "synchronize": synchronize,
+            "synchronize": lambda *args: self.wait("torch.cuda.synchronize()"),
+            "Event": lambda **kwargs: FakeEvent(self),
+            "CUDAGraph": FakeGraph,
+            "graph": self._capture,
         }
         for name, answer in answers.items():
             self.enter_context(mock.patch.object(torch.cuda, name, answer))
@@ -192,6 +249,10 @@ class _SyncDetector(TorchDispatchMode):
             return pinned
         if func is aten.is_pinned.default:
             return getattr(args[0], "is_fake_pinned", False)
+        if func is aten._local_scalar_dense.default and not args[0].is_cuda:
+            return False if args[0].dtype == torch.bool else 0
+        if self.owner.is_capturing:
+            _check_capture(func, args, kwargs)
         if not self.owner.allow_sync:
             _check_copy(func, args, kwargs)
             _check_index(func, args)
@@ -203,7 +264,8 @@ class _SyncDetector(TorchDispatchMode):
             raise
 
 
-def _check_copy(func: Any, args: Any, kwargs: Any) -> None:
+def _copy_between(func: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor, Any, bool] | None:
+    """(source, target device, non_blocking) if `func` copies from host to device or back."""
     if func is aten._to_copy.default:
         source = args[0]
         target = torch.device(kwargs.get("device") or source.device)
@@ -212,9 +274,21 @@ def _check_copy(func: Any, args: Any, kwargs: Any) -> None:
         source, target = args[1], args[0].device
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     else:
+        return None
+    return None if source.device.type == target.type else (source, target, non_blocking)
+
+
+def _check_capture(func: Any, args: Any, kwargs: Any) -> None:
+    copy = _copy_between(func, args, kwargs)
+    if copy is not None and copy[0].dim():
+        raise NotCapturable(f"copy {copy[0].device} -> {copy[1]}")
+
+
+def _check_copy(func: Any, args: Any, kwargs: Any) -> None:
+    copy = _copy_between(func, args, kwargs)
+    if copy is None:
         return
-    if source.device.type == target.type:
-        return
+    source, target, non_blocking = copy
     what = f"copy {source.device} -> {target} of {tuple(source.shape)} {source.dtype}"
     if not non_blocking:
         raise HiddenSync(f"blocking {what}")

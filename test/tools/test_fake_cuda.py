@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from fake_cuda import FakeCuda, HiddenSync, WrongDevice
+from fake_cuda import FakeCuda, HiddenSync, NotCapturable, WrongDevice
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cuda.is_built() and shutil.which("g++") is None,
@@ -99,3 +99,47 @@ def test_what_does_not_wait_passes():
             assert x.cpu().shape == (4,)
             torch.cuda.synchronize()
     assert x.device.type == "cuda"
+
+
+def test_waiting_for_an_event_is_a_wait_and_recording_one_is_none():
+    with FakeCuda() as cuda:
+        event = torch.cuda.Event()
+        event.record()
+        with pytest.raises(HiddenSync, match="event"):
+            event.synchronize()
+        with cuda.sync_allowed():
+            event.synchronize()
+
+
+def test_what_came_to_the_host_reads_as_zeros():
+    with FakeCuda():
+        x = torch.ones(3, dtype=torch.int64, device="cuda").to("cpu", non_blocking=True)
+        assert x.tolist() == [0, 0, 0]
+
+
+def test_a_graph_holds_the_launches_of_its_capture_and_counts_its_replays():
+    with FakeCuda() as cuda:
+        x = torch.empty(100, device="cuda")
+        double(x, x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            double(x, x)
+            double(x, x)
+        graph.replay()
+        graph.replay()
+    assert cuda.graphs == [graph]
+    assert [launch.name for launch in graph.launches] == ["double_kernel"] * 2
+    assert graph.num_replays == 2
+
+
+@pytest.mark.parametrize(
+    "uncapturable",
+    [
+        lambda x: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: torch.cuda.synchronize(),
+    ],
+)
+def test_copies_and_waits_cannot_be_captured(uncapturable):
+    with FakeCuda(), pytest.raises(NotCapturable), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        uncapturable(torch.ones(3, device="cuda"))
