@@ -14,6 +14,7 @@ from srt.layers.fused_activation import gated_activation
 from srt.layers.fused_norm import add_rms_norm
 from srt.layers.fused_rope_kv import KVSlots, rotate_and_write_kv, rotate_and_write_kv_reference
 from srt.layers.fused_sampler import choose_tokens
+from srt.layers.invariant_linear import invariant_linear, invariant_linear_reference
 from srt.layers.sampler import sample
 from srt.sampling_batch import SamplingBatch
 from srt.sampling_params import SamplingParams
@@ -88,6 +89,11 @@ def _small_kernels(device: Device) -> Iterator[Check]:
     exact = total.double()
     exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
     yield Check("add + RMSNorm", _relative(normed, exact), 2**-8)
+
+    product = random(size, size)
+    out = invariant_linear(normed, product)
+    exact = invariant_linear_reference(normed, product)
+    yield Check("batch-invariant product", _relative(out, exact.double()), 2**-7)
 
     gate_up = random(rows, 2 * size)
     gate, up = gate_up.double().chunk(2, -1)

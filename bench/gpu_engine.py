@@ -87,9 +87,9 @@ class LoopRow:
 
 
 @contextmanager
-def without_graphs(runner: Any) -> Iterator[bool]:
+def without_graphs(runner: ModelRunner) -> Iterator[bool]:
     """Decode passes are launched kernel by kernel; whether they were not before."""
-    graphs = getattr(runner, "graphs", None)
+    graphs = runner.graphs
     if graphs is None:
         yield False
         return

@@ -81,11 +81,7 @@ class InfoRoutes:
         state = {
             **arguments,
             "effective_max_running_requests_per_dp": limits.max_running_requests,
-            "memory_usage": {
-                "graph": 0.0,
-                **limits.memory,
-                "token_capacity": limits.max_total_num_tokens,
-            },
+            "memory_usage": {**limits.memory, "token_capacity": limits.max_total_num_tokens},
             "dp_size": 1,
             **await manager.control.internal_state(INTERNAL_STATE_SECONDS),
         }

@@ -11,6 +11,15 @@ from pathlib import Path
 
 import torch
 
+from srt.cuda_graphs import DecodeGraphs
+from srt.cuda_setup import (
+    capture_graphs,
+    cuda_memory,
+    make_batch_invariant,
+    make_cuda_attention,
+    planned_graph_sizes,
+)
+from srt.cuda_warmup import warm_up
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.host_limits import available_memory, usable_cores
 from srt.layers.attention import AttentionBackend
@@ -25,7 +34,7 @@ from srt.memory_plan import DeviceMemory, MemoryPlan, make_memory_plan
 from srt.model_config import ModelConfig
 from srt.models.causal_lm import CausalLM
 from srt.models.registry import create_model
-from srt.native import native_library
+from srt.native import DTYPE_CODES, native_library
 from srt.server_args import ServerArgs
 from srt.weights import fill_with_random_weights, iterate_checkpoint, load_weights
 
@@ -38,6 +47,7 @@ DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
 }
+KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn}
 DUMMY_SEED = 0
 
 
@@ -61,11 +71,20 @@ class ModelRunner:
             torch.set_num_threads(usable_cores())
         if self.library is not None:
             self.library.rg_set_threads(torch.get_num_threads())
+        if args.batch_invariant and self.device != "cuda" and self.quantization == "none":
+            raise ValueError(
+                "--batch-invariant needs weights of a --quantization other than none on "
+                f"{self.device}: the library's products depend on the batch"
+            )
         self.model = self._load_model(model_path)
+        if args.batch_invariant and self.device == "cuda":
+            make_batch_invariant(self.model)
         self.kv_cache: KVCache | None = None
         self.attn: AttentionBackend | None = None
         # Computes all layers at once where the kernels can; else the model itself does.
         self.decoder: NativeDecoder | None = None
+        # Replays decode passes where graphs are on.
+        self.graphs: DecodeGraphs | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -99,7 +118,7 @@ class ModelRunner:
 
     def _choose_kv_dtype(self, asked: str) -> torch.dtype:
         if asked != "auto":
-            return DTYPES[asked]
+            return KV_DTYPES[asked]
         if self.quantization != "none" and self.dtype is torch.float32:
             # Rounding activations to int8 has cost more than this will, and a decode step at batch
             # 32 spends as long on reading the cache as on the products.
@@ -109,19 +128,17 @@ class ModelRunner:
     def plan_memory(self) -> MemoryPlan:
         """Size of the KV pool and number of rows from the memory that is free now. ValueError names
         the option and both numbers if they do not fit."""
+        config = self.config
+        token_bytes = bytes_per_token(
+            config.num_layers, config.num_kv_heads, config.head_dim, self.kv_dtype
+        )
         if self.device == "cuda":
-            free, total = torch.cuda.mem_get_info()
-            memory = DeviceMemory(is_cuda=True, available=free, total=total)
+            memory = cuda_memory(config, self.args, self.dtype, token_bytes)
         else:
             free = available_memory()
             memory = DeviceMemory(is_cuda=False, available=free, total=free)
-        config = self.config
         return make_memory_plan(
-            memory,
-            _weight_bytes(self.model),
-            bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, self.kv_dtype),
-            config.context_len,
-            self.args,
+            memory, _weight_bytes(self.model), token_bytes, config.context_len, self.args
         )
 
     def init_memory(self, plan: MemoryPlan, req_to_token: torch.Tensor) -> None:
@@ -140,9 +157,20 @@ class ModelRunner:
             stack = self.model.decoder_stack()
             if can_run(stack):
                 self.decoder = NativeDecoder(stack, self.attn)
+        if self.device == "cuda":
+            self._prepare_cuda(self.attn, plan)
+
+    def _prepare_cuda(self, attn: AttentionBackend, plan: MemoryPlan) -> None:
+        """Compile and load the kernels, then capture the decode passes."""
+        rows = plan.max_running_requests
+        sizes = planned_graph_sizes(self.args, rows)
+        warm_up(self.step, self.vocab_size, plan.context_len, sizes, rows, self.device)
+        self.graphs = capture_graphs(self.model, attn, sizes, self.device)
 
     def _make_attention(self, kv_cache: KVCache, req_to_token: torch.Tensor) -> AttentionBackend:
-        if self.library is not None:
+        if self.device == "cuda":
+            return make_cuda_attention(self.config, self.args, self.dtype, kv_cache, req_to_token)
+        if self.library is not None and kv_cache.dtype in DTYPE_CODES:
             return NativeAttentionBackend(self.library, kv_cache, req_to_token)
         return TorchAttentionBackend(kv_cache, req_to_token)
 
@@ -170,6 +198,8 @@ class ModelRunner:
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [n, hidden] of all new tokens."""
         assert self.attn is not None, "init_memory() comes before the first pass"
+        if self.graphs is not None and self.graphs.can_run(batch):
+            return self.graphs.run(batch)
         self.attn.plan(batch)
         hidden: torch.Tensor
         if self.decoder is not None:

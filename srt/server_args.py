@@ -60,7 +60,7 @@ class ServerArgs:
     kv_cache_dtype: str = option(
         "auto",
         "type of the KV cache; auto is that of the activations, float16 for quantized weights",
-        choices=("auto", "float32", "float16", "bfloat16"),
+        choices=("auto", "float32", "float16", "bfloat16", "fp8_e4m3"),
     )
     quantization: str = option(
         "auto",
@@ -68,6 +68,12 @@ class ServerArgs:
         "others as they are; int8 rounds weights, w8a8_int8 and int4 activations too; none is "
         "exact",
         choices=("auto", "none", "gguf", "int4", "int8", "w8a8_int8"),
+    )
+    batch_invariant: bool = option(
+        False,
+        "a request's tokens do not depend on who else is in the batch: slower on CUDA, and always "
+        "so on CPUs with quantized weights",
+        aliases=("--enable-deterministic-inference",),
     )
     context_length: int | None = option(
         None, "tokens of prompt and output together; else the model's limit", low=1
@@ -139,6 +145,13 @@ class ServerArgs:
     )
     max_total_tokens: int | None = option(None, "tokens the KV cache holds; else by memory", low=1)
     page_size: int = option(1, "tokens in one page of the KV cache", low=1)
+    disable_cuda_graph: bool = option(False, "launch every decode pass kernel by kernel, on CUDA")
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "rows of the largest decode pass that is captured as a CUDA graph; else 256 or "
+        "--max-running-requests",
+        low=1,
+    )
     disable_radix_cache: bool = option(False, "do not reuse the KV cache of common prefixes")
 
     # Scheduling

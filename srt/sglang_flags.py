@@ -16,8 +16,8 @@ _NO_EFFECT = re.compile(
     r"|moe-(?:a2a-backend|runner-backend|dense-tp-size)|init-expert-location"
     r"|(?:enable-|disable-)?(?:multimodal|mm)|(?:enable-|disable-)?mm-.+|limit-mm-.+"
     r"|(?:prefill-|decode-)?attention-backend|(?:sampling|grammar)-backend|triton-attention-.+"
-    r"|(?:enable|disable)-cuda-graph(?:-padding)?|cuda-graph-(?:max-)?bs"
-    r"|enable-torch-compile|torch-compile-max-bs|enable-deterministic-inference"
+    r"|enable-cuda-graph|disable-cuda-graph-padding|cuda-graph-bs"
+    r"|enable-torch-compile|torch-compile-max-bs"
     r"|(?:reasoning|tool-call)-parser|trust-remote-code"
     r"|bucket-.+|log-level-http|dist-init-addr|nccl-init-addr)"
 )

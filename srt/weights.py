@@ -91,8 +91,10 @@ def weight_targets(model: nn.Module) -> dict[str, torch.Tensor | PackedRows]:
 
 def fill_with_random_weights(model: nn.Module, seed: int) -> None:
     """Random weights that keep activations near unit size: the `dummy` load format, for measuring
-    speed and for tests without a checkpoint. The same seed gives the same weights."""
-    generator = torch.Generator().manual_seed(seed)
+    speed and for tests without a checkpoint. The same seed gives the same weights on devices of one
+    kind."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
         for kind, parameter in module.named_parameters(recurse=False):
             if isinstance(module, RMSNorm):
@@ -100,9 +102,9 @@ def fill_with_random_weights(model: nn.Module, seed: int) -> None:
             elif kind == "bias":
                 parameter.data.zero_()
             else:
-                # Made on the host, so that a seed means the same weights on every device.
+                # Made where they are needed: a host takes minutes over the weights of a GPU.
                 scale = parameter.shape[-1] ** -0.5
-                values = torch.empty(parameter.shape, dtype=torch.float32)
+                values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
                 parameter.data.copy_(values.normal_(0.0, scale, generator=generator))
         if isinstance(module, (Linear, Embedding)) and module.packed is not None:
             values = torch.empty(module.packed.shape, dtype=torch.float32)

@@ -122,7 +122,8 @@ class FakeScheduler(threading.Thread):
 
     def run(self) -> None:
         channel = SchedulerChannel(self._ipc_dir)
-        channel.send(ReadyMsg(POOL_SIZE, POOL_SIZE - 1, 8, 512, 16384, CONTEXT_LEN))
+        memory = {"weight": 1.0, "kvcache": 2.0, "graph": 0.5}
+        channel.send(ReadyMsg(POOL_SIZE, POOL_SIZE - 1, 8, 512, 16384, CONTEXT_LEN, memory))
         while not self._stopping.is_set():
             may_run = bool(self.live) and self.passes_left > 0 and not self.paused
             for message in channel.recv(0 if may_run else 5):

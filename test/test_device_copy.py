@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
-
 from fake_cuda import FakeCuda, HiddenSync
 
 from srt.device_copy import HostCopy, to_device

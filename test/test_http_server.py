@@ -479,7 +479,7 @@ def test_server_info_has_all_arguments_and_no_secret(tmp_path):
                 [state] = info["internal_states"]
                 assert state["effective_max_running_requests_per_dp"] == 8
                 assert state["memory_usage"]["token_capacity"] == POOL_SIZE
-                assert state["memory_usage"]["graph"] == 0.0
+                assert state["memory_usage"]["graph"] == 0.5
                 assert state["last_gen_throughput"] == 1.5
                 assert state["num_running_reqs"] == 0
 

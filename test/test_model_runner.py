@@ -194,3 +194,21 @@ def test_the_pool_is_sized_from_free_memory_unless_told(folder: Path) -> None:
 def test_a_device_that_is_not_there_is_an_error(folder: Path) -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         make_runner(folder, device="cuda")
+
+
+def test_a_cache_of_8_bit_floats_changes_logits_little(folder: Path) -> None:
+    exact = {"dtype": "float32", "quantization": "none"}
+    batch, after = extend_batch(PROMPTS), decode_batch({1: (11, 5), 2: (12, 1), 3: (13, 40)})
+    logits = []
+    for kv_cache_dtype in ("float32", "fp8_e4m3"):
+        runner = make_runner(folder, kv_cache_dtype=kv_cache_dtype, **exact)
+        runner.forward(batch)
+        logits.append(runner.forward(after))
+    # Three bits of a mantissa: a value is off by 1/32 of itself in the mean.
+    assert 0 < (logits[0] - logits[1]).norm() < 0.15 * logits[0].norm()
+
+
+def test_batch_invariance_is_refused_where_products_depend_on_the_batch(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--batch-invariant needs weights of a --quantization"):
+        make_runner(folder, batch_invariant=True, quantization="none")
+    assert make_runner(folder, batch_invariant=True, quantization="int8").graphs is None

@@ -93,6 +93,20 @@ class DecodeScratch:
         )
 
 
+def scratch_bytes(
+    max_batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_sms: int,
+    batch_invariant: bool,
+) -> int:
+    """Bytes of a DecodeScratch, but for a plan or two more, which are small."""
+    programs = num_sms * PROGRAMS_PER_SM
+    num_items = _num_items(max_batch, num_heads, num_kv_heads, programs, batch_invariant)
+    return 4 * (num_items * (num_heads * (head_dim + 1) + 1) + max_batch + 1)
+
+
 def _head_tiles(num_heads: int, num_kv_heads: int) -> int:
     """Programs an item has: tiles of query heads, of which each has one KV head."""
     group_size = num_heads // num_kv_heads

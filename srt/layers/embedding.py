@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from srt.layers.linear import Product
 from srt.layers.quantization.packed_weight import PackedWeight
 
 
@@ -19,6 +20,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
         self.dtype = self.weight.dtype  # of what is looked up, also when packed
         self.packed: PackedWeight | None = None
+        self.product: Product = F.linear
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[n] int64 -> [n, hidden_size]"""
@@ -31,5 +33,5 @@ class Embedding(nn.Module):
         if self.packed is not None:
             logits = self.packed.multiply(hidden).float()
         else:
-            logits = F.linear(hidden, self.weight).float()
+            logits = self.product(hidden, self.weight, None).float()
         return torch.tanh(logits / cap) * cap if cap else logits

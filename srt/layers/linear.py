@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from srt.layers.quantization.packed_weight import PackedWeight
+
+# (x [n, in_size], weight [out_size, in_size], bias [out_size] or None) -> [n, out_size]
+Product = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
 
 class Linear(nn.Module):
@@ -20,12 +23,13 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_size, in_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_size), requires_grad=False) if bias else None
         self.packed: PackedWeight | None = None
+        self.product: Product = F.linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in_size] -> [n, out_size]"""
         if self.packed is not None:
             return self.packed.multiply(x)
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class MergedLinear(Linear):

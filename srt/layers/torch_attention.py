@@ -209,6 +209,9 @@ class TorchAttentionBackend:
         # As a matrix: few rows are then gathered ten times as fast (torch 2.13, CPU).
         k = k_buffer.flatten(1).index_select(0, slots).view(-1, *k_buffer.shape[1:])
         v = v_buffer.flatten(1).index_select(0, slots).view(-1, *v_buffer.shape[1:])
+        if self.kv_cache.dtype == torch.float8_e4m3fn:
+            scales = self.kv_cache.k_scales[layer_id], self.kv_cache.v_scales[layer_id]
+            return k.to(dtype) * scales[0], v.to(dtype) * scales[1]
         return k.to(dtype), v.to(dtype)
 
 

@@ -33,10 +33,15 @@ class SchedulerLog:
     last line of the same kind."""
 
     def __init__(
-        self, decode_log_interval: int, graph_kind: str, clock: Callable[[], float]
+        self,
+        decode_log_interval: int,
+        graph_kind: str,
+        clock: Callable[[], float],
+        graph_rows: int = 0,
     ) -> None:
         self._interval = decode_log_interval
         self._graph_kind = graph_kind  # "cuda" or "cpu", the word operators' regexes expect
+        self._graph_rows = graph_rows  # of the largest decode pass that is replayed
         self._clock = clock
         self._last_prefill = self._last_decode = clock()
         self._decode_steps = 0
@@ -69,7 +74,8 @@ class SchedulerLog:
         current = load()
         logger.info(
             f"Decode batch, #running-req: {current.num_running}, #token: {current.num_used}, "
-            f"token usage: {current.usage:.2f}, {self._graph_kind} graph: False, "
+            f"token usage: {current.usage:.2f}, "
+            f"{self._graph_kind} graph: {0 < current.num_running <= self._graph_rows}, "
             f"gen throughput (token/s): {self.gen_throughput:.2f}, #queue-req: {current.num_queued}"
         )
 

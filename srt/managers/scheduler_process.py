@@ -86,7 +86,7 @@ def build_scheduler(
     tree = RadixCache(slots, disable=args.disable_radix_cache)
     memory = ReqMemory(rows, slots, tree)
     runner.init_memory(plan, rows.device_table)
-    on_cpu = runner.device == "cpu"
+    on_cpu, graphs = runner.device == "cpu", runner.graphs
     chunk = _chunk_size(args, on_cpu, plan.available_bytes)
     limits = AdmissionLimits(
         plan.max_running_requests,
@@ -113,7 +113,12 @@ def build_scheduler(
         ),
         retraction=_make_retraction(args),
         model=ModelLimits(config.vocab_size, config.eos_token_ids, runner.device),
-        log=SchedulerLog(args.decode_log_interval, "cpu" if on_cpu else "cuda", time.monotonic),
+        log=SchedulerLog(
+            args.decode_log_interval,
+            "cpu" if on_cpu else "cuda",
+            time.monotonic,
+            0 if graphs is None else graphs.sizes[-1],
+        ),
         journal=Journal(args.journal),
         mixed=args.enable_mixed_chunk,
         batching=make_batching(args.batching, _seconds(args.batching_timeout_ms)),
@@ -139,7 +144,11 @@ def build_scheduler(
         chunked_prefill_size=-1 if chunk is None else chunk,
         max_prefill_tokens=args.max_prefill_tokens,
         context_len=plan.context_len,
-        memory={"weight": plan.weight_bytes / GB, "kvcache": plan.kv_bytes / GB},
+        memory={
+            "weight": plan.weight_bytes / GB,
+            "kvcache": plan.kv_bytes / GB,
+            "graph": 0.0 if graphs is None else graphs.memory_bytes / GB,
+        },
     )
     return scheduler, ready
 

@@ -38,7 +38,7 @@ def test_a_dry_run_fills_every_section_and_finds_every_kernel_right(tmp_path: Pa
     assert report["dry_run"] and report["failures"] == []
     for section in ("accuracy", "decode", "extend", "steps", "prefill", "loop"):
         assert report[section], section
-    assert len(report["accuracy"]) == 22
+    assert len(report["accuracy"]) == 23
     assert all(row["us"] > 0 and row["sdpa_gb_s"] > 0 for row in report["decode"])
     assert all(row["floor_ms"] > 0 and row["host_ms"] > 0 for row in report["steps"])
     assert [row["overlap"] for row in report["loop"]] == [False, True]

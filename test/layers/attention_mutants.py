@@ -8,10 +8,12 @@ TILE = "srt/layers/attention_tile.py"
 DECODE = "srt/layers/decode_attention.py"
 EXTEND = "srt/layers/extend_attention.py"
 BACKEND = "srt/layers/triton_attention.py"
+COPY = "srt/device_copy.py"
 DECODE_TESTS = ("test/layers/test_decode_attention.py",)
 EXTEND_TESTS = ("test/layers/test_extend_attention.py",)
 BOTH = EXTEND_TESTS + DECODE_TESTS
 BACKEND_TESTS = ("test/layers/test_triton_attention.py",)
+COPY_TESTS = ("test/test_device_copy.py",)
 
 MUTANTS = [
     Mutant("causal mask is strict", TILE, "pos[None, :] <= q_pos", "pos[None, :] < q_pos", BOTH),
@@ -358,13 +360,20 @@ MUTANTS = [
         BACKEND_TESTS,
     ),
     Mutant(
-        "the copy of the tiles waits",
-        BACKEND,
-        "non_blocking=True",
-        "non_blocking=False",
-        BACKEND_TESTS,
+        "copies to the device wait",
+        COPY,
+        "to(device, non_blocking=True)",
+        "to(device)",
+        COPY_TESTS,
     ),
-    Mutant("the tiles are not pinned", BACKEND, ".pin_memory()", "", BACKEND_TESTS),
+    Mutant("copies to the device are not pinned", COPY, ".pin_memory()", "", COPY_TESTS),
+    Mutant(
+        "tokens are read before they have arrived",
+        COPY,
+        "self._arrived.synchronize()",
+        "pass",
+        COPY_TESTS,
+    ),
     Mutant(
         "strided queries are read as packed",
         DECODE,

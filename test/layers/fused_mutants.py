@@ -9,10 +9,12 @@ ACTIVATION = "srt/layers/fused_activation.py"
 ROPE = "srt/layers/fused_rope_kv.py"
 PENALTIES = "srt/layers/fused_penalties.py"
 MATH = "srt/layers/sampling_math.py"
+LINEAR = "srt/layers/invariant_linear.py"
 WHOLE = "srt/layers/fused_sampler.py"
 TOP = "srt/layers/fused_top_sampler.py"
 NORM_TESTS = ("test/layers/test_fused_norm.py",)
 ACTIVATION_TESTS = ("test/layers/test_fused_activation.py",)
+LINEAR_TESTS = ("test/layers/test_invariant_linear.py",)
 ROPE_TESTS = ("test/layers/test_fused_rope_kv.py",)
 PENALTY_TESTS = ("test/layers/test_fused_penalties.py",)
 DISPATCH_TESTS = ("test/layers/test_fused_dispatch.py",)
@@ -539,5 +541,41 @@ MUTANTS = [
         "if logits.is_cuda:\n        from",
         "if logits.is_mps:\n        from",
         DISPATCH_TESTS,
+    ),
+    # Batch-invariant products
+    Mutant(
+        "the last inputs are cut off",
+        LINEAR,
+        "range(0, IN_SIZE, B",
+        "range(0, IN_SIZE - BLOCK_K + 1, B",
+        LINEAR_TESTS,
+    ),
+    Mutant(
+        "inputs beyond the last count", LINEAR, "is_row & inside[None, :]", "is_row", LINEAR_TESTS
+    ),
+    Mutant("the bias is forgotten", LINEAR, "total += bias", "total += 0.0 * bias", LINEAR_TESTS),
+    Mutant(
+        "rows with the output's stride",
+        LINEAR,
+        "row[:, None] * stride_x",
+        "row[:, None] * IN_SIZE",
+        LINEAR_TESTS,
+    ),
+    Mutant(
+        "strided inputs are read as packed",
+        LINEAR,
+        "if x.stride(1) != 1:",
+        "if x.stride(1) == 0:",
+        LINEAR_TESTS,
+    ),
+    Mutant(
+        "float32 is rounded to TF32", LINEAR, 'PRECISION="ieee"', 'PRECISION="tf32"', LINEAR_TESTS
+    ),
+    Mutant(
+        "rows beyond the last are stored",
+        LINEAR,
+        "mask=is_row & is_column)",
+        "mask=is_column)",
+        LINEAR_TESTS,
     ),
 ]

@@ -16,6 +16,7 @@ MODULES = [
     "fused_rope_kv",
     "fused_sampler",
     "fused_top_sampler",
+    "invariant_linear",
 ]
 
 

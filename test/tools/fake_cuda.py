@@ -206,6 +206,18 @@ class FakeCuda(contextlib.ExitStack):
         }
         for name, answer in answers.items():
             self.enter_context(mock.patch.object(torch.cuda, name, answer))
+        self.enter_context(mock.patch.object(torch, "Generator", _HostGenerator))
+
+
+_torch_generator = torch.Generator
+
+
+class _HostGenerator:
+    """There are no values, so it does not matter whose random numbers they are. A class, since
+    modules of torch that are imported later have it in their annotations."""
+
+    def __new__(cls, *device: Any) -> Any:
+        return _torch_generator()
 
 
 class _FakeDevice(FakeTensorMode):
@@ -242,6 +254,12 @@ class _SyncDetector(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":
+            # Then operators that are made of others come whole.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         # Fake tensors do not know pinned memory; the mark is ours.
         if func is aten._pin_memory.default:
             pinned = args[0].clone()
