@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.request_error import RequestError
 from srt.scheduler_metrics import scheduler_families
+from srt.slow_clients import SlowClients
 
 # A scrape does not wait for a long pass; it then gets the last figures and is told so.
 SCRAPE_SECONDS = 1.0
@@ -39,10 +40,14 @@ class _Families:
 
 class HttpMetrics:
     def __init__(
-        self, model_name: str, find_manager: Callable[[], TokenizerManager | None]
+        self,
+        model_name: str,
+        find_manager: Callable[[], TokenizerManager | None],
+        slow_clients: SlowClients,
     ) -> None:
         self.labels = {"model_name": model_name, "engine_type": "unified"}
         self._find_manager = find_manager
+        self._slow_clients = slow_clients
         self._requests: Counter[tuple[str, str]] = Counter()
         self._responses: Counter[tuple[str, str, str]] = Counter()
         self._active: Counter[tuple[str, str]] = Counter()
@@ -95,3 +100,8 @@ class HttpMetrics:
         for key, count in self._active.items():
             active.add_metric([*values, *key], count)
         yield active
+        slow = CounterMetricFamily(
+            "regather:slow_clients", "Clients that did not read their answers.", labels=names
+        )
+        slow.add_metric(values, self._slow_clients.num_ended)
+        yield slow

@@ -14,6 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from aiohttp import hdrs, web
 
 from srt.admin_api import AdminRoutes
+from srt.connections import Connections
 from srt.generate_api import (
     AnswerFormat,
     ChunkCursor,
@@ -21,7 +22,6 @@ from srt.generate_api import (
     error_of,
     parse_generate_body,
 )
-from srt.header_timeout import HeaderTimers
 from srt.http_auth import Keys
 from srt.http_json import (
     BODY_TIMEOUT,
@@ -41,6 +41,7 @@ from srt.openai_api import OpenAIRoutes
 from srt.profile_api import ProfileRoutes
 from srt.request_error import RequestError
 from srt.server_args import ServerArgs
+from srt.slow_clients import SlowClients
 from srt.sse import open_stream
 from srt.tokenize_api import TokenizeRoutes
 
@@ -65,12 +66,16 @@ class HttpServer:
         self.keys = Keys(args)
         self._origins = frozenset(map(str.strip, args.cors_allow_origins.split(",")))
         self._manager: TokenizerManager | None = None
-        self.metrics = HttpMetrics(self.model_name, lambda: self._manager)
         self.app = web.Application(middlewares=[self._frame], client_max_size=args.max_body_bytes)
-        self.header_timers = HeaderTimers(args.header_timeout)
+        self.connections = Connections(args.header_timeout)
+        self.slow_clients = SlowClients(
+            args.slow_client_timeout, lambda: self.connections.transports
+        )
+        self.metrics = HttpMetrics(self.model_name, lambda: self._manager, self.slow_clients)
         self.app[BODY_TIMEOUT] = args.body_timeout
         self.app[KEY_OWNER] = self.keys.owner
         self.app.on_response_prepare.append(self._allow_origin)
+        self.app.on_response_prepare.append(self.connections.on_answer_begins)
         self._add_routes()
 
     def _add_routes(self) -> None:
@@ -109,16 +114,19 @@ class HttpServer:
         connection = runner.server
         assert connection is not None, "it is set up"
         acceptor = await asyncio.get_running_loop().create_server(
-            lambda: self.header_timers.wrap(connection),
+            lambda: self.connections.wrap(connection),
             sock=listener,
             ssl=tls,
             backlog=backlog,
         )
+        watching = asyncio.create_task(self.slow_clients.watch())
         try:
             yield
         finally:
             acceptor.close()
             await runner.cleanup()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
     def open(self, manager: TokenizerManager) -> None:
         """Start to serve requests with `manager`, whose scheduler is ready."""
@@ -136,8 +144,8 @@ class HttpServer:
 
     @web.middleware
     async def _frame(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every route: the counts, and the connection's timer."""
-        self.header_timers.on_request(request)
+        """Around every route: the counts, and what its connection knows of it."""
+        self.connections.on_request(request)
         key = self.metrics.on_request(request)
         try:
             response = await self._answer(request, handler)
@@ -145,7 +153,7 @@ class HttpServer:
             return response
         finally:
             self.metrics.on_end(key)
-            self.header_timers.on_answered(request)
+            self.connections.on_answered(request)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The keys, the start-up gate, and errors in the documented shape."""

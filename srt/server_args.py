@@ -108,6 +108,12 @@ class ServerArgs:
     body_timeout: float = option(
         60.0, "seconds that a request's body may take to arrive; longer is a 408", low=0.1
     )
+    slow_client_timeout: float = option(
+        60.0,
+        "seconds in which a client must read 16 KiB of an answer that waits for it; then the "
+        "server hangs up and aborts its request",
+        low=0.1,
+    )
     max_restarts: int = option(
         5, "replacements of a scheduler process that died, in 5 minutes, before giving up", low=0
     )

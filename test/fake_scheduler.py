@@ -284,6 +284,13 @@ async def running_manager(
         await manager.close()
 
 
+def http_bytes(path: str, body: Any, *header: str) -> bytes:
+    """A POST of JSON as it is on the wire."""
+    data = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *header]
+    return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data
+
+
 class RunningServer:
     """The real HTTP server on a free port, before a fake scheduler."""
 
@@ -306,6 +313,23 @@ class RunningServer:
     async def get(self, path: str, **kwargs: Any) -> tuple[int, Any]:
         async with self.session.get(path, **kwargs) as response:
             return response.status, await _content(response)
+
+    async def connect(
+        self, data: bytes, receive_buffer: int | None = None
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection over which `data` was sent. With a small `receive_buffer` next to nothing
+        of the answer is on its way while nobody reads."""
+        host, port = self.url.removeprefix("http://").split(":")
+        sock = socket.socket()
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+        limit = 64 * 1024 if receive_buffer is None else receive_buffer
+        reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
+        writer.write(data)
+        await writer.drain()
+        return reader, writer
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a stream, which must end in [DONE]."""
@@ -331,12 +355,19 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 
 @asynccontextmanager
 async def serving_fake(
-    ipc_dir: Path, script: Script = alphabet, passes: float = math.inf, **args: Any
+    ipc_dir: Path,
+    script: Script = alphabet,
+    passes: float = math.inf,
+    send_buffer: int | None = None,
+    **args: Any,
 ) -> AsyncIterator[RunningServer]:
+    """`send_buffer`: bytes that the system may hold for a client that does not read."""
     async with running_manager(ipc_dir, script, passes, **args) as (manager, fake):
         server = HttpServer(manager.args)
         server.open(manager)
         with socket.create_server(("127.0.0.1", 0)) as listener:
+            if send_buffer is not None:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             async with server.listening(listener), aiohttp.ClientSession(url) as session:
                 yield RunningServer(server, manager, fake, session, url)
