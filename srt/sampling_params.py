@@ -5,15 +5,19 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
-import regex
+
+from srt.stop_regex import compile_stop_regex
 
 MAX_STOP_STRINGS = 32
-MAX_STOP_REGEX_BYTES = 256
+MAX_STOP_CHARS = 4096  # of one stop string
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 8192
 MAX_N = 128
 # Below this a temperature is greedy decoding, as in SGLang.
 GREEDY_TEMPERATURE = 1e-6
@@ -70,6 +74,36 @@ _FOREIGN_NAMES = {
     "best_of": "n",
     "stop_sequences": "stop",
     "response_format": "json_schema",
+}
+
+
+class Limits(NamedTuple):
+    """What a number may be: `low` to `high`, or `also`. `words` say so to a client."""
+
+    words: str
+    low: float
+    high: float = sys.float_info.max
+    is_low_out: bool = False  # it must be above `low`
+    also: float | None = None
+
+    def hold(self, value: float) -> bool:
+        # Written so that NaN fails.
+        is_above = value > self.low if self.is_low_out else value >= self.low
+        return (is_above and value <= self.high) or value == self.also
+
+
+LIMITS = {
+    "max_new_tokens": Limits("at least 0", 0),
+    "min_new_tokens": Limits("at least 0", 0),
+    "temperature": Limits("a non-negative finite number", 0),
+    "top_p": Limits("in (0, 1]", 0, 1, is_low_out=True),
+    "top_k": Limits("-1 (disable) or at least 1", 1, also=-1),
+    "min_p": Limits("in [0, 1]", 0, 1),
+    "frequency_penalty": Limits("in [-2, 2]", -2, 2),
+    "presence_penalty": Limits("in [-2, 2]", -2, 2),
+    "repetition_penalty": Limits("in (0, 2] (1.0 = no penalty)", 0, 2, is_low_out=True),
+    "n": Limits(f"in [1, {MAX_N}]", 1, MAX_N),
+    "stream_interval": Limits("at least 1", 1),
 }
 
 
@@ -178,36 +212,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"in [0, max_new_tokens({self.max_new_tokens})]",
                 self.min_new_tokens,
             )
-        _require(self.min_new_tokens >= 0, "min_new_tokens", "at least 0", self.min_new_tokens)
-        # Every comparison is written so that NaN fails it.
-        _require(
-            0.0 <= self.temperature < math.inf,
-            "temperature",
-            "a non-negative finite number",
-            self.temperature,
-        )
-        _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
-        _require(
-            self.top_k == -1 or self.top_k >= 1, "top_k", "-1 (disable) or at least 1", self.top_k
-        )
-        _require(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
-        for name in ("frequency_penalty", "presence_penalty"):
+        for name, limits in LIMITS.items():
             value = getattr(self, name)
-            _require(-2.0 <= value <= 2.0, name, "in [-2, 2]", value)
-        _require(
-            0.0 < self.repetition_penalty <= 2.0,
-            "repetition_penalty",
-            "in (0, 2] (1.0 = no penalty)",
-            self.repetition_penalty,
-        )
-        _require(1 <= self.n <= MAX_N, "n", f"in [1, {MAX_N}]", self.n)
-        if self.stream_interval is not None:
-            _require(
-                self.stream_interval >= 1, "stream_interval", "at least 1", self.stream_interval
-            )
+            if value is not None:
+                _require(limits.hold(value), name, limits.words, value)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise SamplingParamsError(
                 f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop)}"
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise SamplingParamsError(
+                f"stop must have strings of at most {MAX_STOP_CHARS} characters, got {longest}."
             )
         self._check_stop_regex()
         for token_id, bias in (self.logit_bias or {}).items():
@@ -222,17 +238,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"at most {MAX_STOP_STRINGS} stop regexes are allowed, got {len(self.stop_regex)}"
             )
         for pattern in self.stop_regex:
-            num_bytes = len(pattern.encode("utf-8", "surrogatepass"))
-            if num_bytes > MAX_STOP_REGEX_BYTES:
-                raise SamplingParamsError(
-                    f"stop_regex is {num_bytes} bytes, over the {MAX_STOP_REGEX_BYTES}-byte limit"
-                )
             try:
-                regex.compile(pattern)  # the engine that will match it
-            except (regex.error, OverflowError, RecursionError) as error:
-                raise SamplingParamsError(
-                    f"stop_regex {pattern!r} is not a valid regular expression: {error}"
-                ) from error
+                compile_stop_regex(pattern)
+            except ValueError as error:
+                raise SamplingParamsError(str(error)) from error
 
 
 def _require(holds: bool, name: str, what: str, value: float) -> None:
@@ -264,10 +273,12 @@ def _typed(name: str, value: Any) -> Any:
             _checked(name, item, isinstance(item, str), "a string")
         return tuple(item for item in strings if item)
     if name == "stop_token_ids":
-        ids = [_integer(name, item, bits=64) for item in _list(name, value)]
-        return tuple(dict.fromkeys(ids))
+        items = _list(name, value)
+        _check_count(name, len(items), MAX_STOP_TOKEN_IDS, "ids")
+        return tuple(dict.fromkeys(_integer(name, item, bits=64) for item in items))
     if name == "logit_bias":
         _checked(name, value, isinstance(value, Mapping), "a map")
+        _check_count(name, len(value), MAX_LOGIT_BIAS, "tokens")
         return _logit_bias(value) or None
     return _number(name, value)
 
@@ -278,6 +289,12 @@ def _checked(name: str, value: Any, is_type: bool, expected: str) -> Any:
             f"invalid type: {_json_type(value)}, expected {expected} for `{name}`"
         )
     return value
+
+
+def _check_count(name: str, count: int, limit: int, what: str) -> None:
+    """Before each member is looked at, which takes a microsecond."""
+    if count > limit:
+        raise SamplingParamsError(f"{name} must have at most {limit} {what}, got {count}.")
 
 
 def _list(name: str, value: Any) -> Sequence[Any]:

@@ -164,6 +164,9 @@ class ServerArgs:
     max_queued_requests: int | None = option(
         None, "requests that may wait for a first token; one more is answered with 503", low=1
     )
+    max_call_requests: int = option(
+        4096, "requests of one call, prompts times n; more is a 400", low=1
+    )
     max_queue_age: float | None = option(
         None, "seconds of waiting after which a request goes first in any policy", low=0
     )

@@ -283,3 +283,19 @@ def test_greedy_is_no_temperature_or_one_candidate():
 def test_a_token_with_two_biases_is_refused(biases):
     with pytest.raises(SamplingParamsError, match="logit_bias must name token 5 once"):
         SamplingParams.parse({"logit_bias": biases}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (
+            "stop_token_ids",
+            list(range(1025)),
+            "at most 1024 ids, got 1025.",
+        ),
+        ("logit_bias", {str(i): 1 for i in range(8193)}, "at most 8192 tokens, got 8193."),
+        ("stop", ["x", "y" * 4097], "at most 4096 characters, got 4097."),
+    ],
+)
+def test_a_long_list_is_refused_by_its_length(name, value, words):
+    assert words in error_of({name: value})

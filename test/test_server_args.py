@@ -42,6 +42,7 @@ OTHER_VALUES = {
     "crash_dump_folder": "some/folder",
     "drain_timeout": 5.5,
     "header_timeout": 2.5,
+    "max_call_requests": 7,
     "slow_client_timeout": 9.5,
     "queue_timeout": 2.5,
     "request_timeout": 3.5,

@@ -100,7 +100,9 @@ class RequestPreparer:
 
     async def prepare(self, call_input: GenerateReqInput, limits: ReadyMsg) -> list[PreparedReq]:
         """The requests of a call, checked and ready to send, n for each prompt."""
+        self._check_size(len(call_input.prompts))
         params = [self._parse_params(raw) for raw in call_input.sampling_params]
+        self._check_size(sum(p.n for p in params))
         _check_crossing(call_input)
         prompts = await self._tokenize(call_input)
         has_choices = any(p.n > 1 for p in params)
@@ -137,6 +139,15 @@ class RequestPreparer:
                 text = given if isinstance(given, str) else None
                 members.append(PreparedReq(rid or request.rid, request, _stop_matcher(p), text))
         return members
+
+    def _check_size(self, num_requests: int) -> None:
+        """Requests of one call are made in one go, and everybody waits for that."""
+        limit = self.args.max_call_requests
+        if num_requests > limit:
+            raise RequestError(
+                f"One call may have at most {limit} requests (--max-call-requests), prompts times "
+                f"n; got {num_requests}. Please send them in smaller calls."
+            )
 
     def _scheduler_rid(self, rid: str | None) -> str:
         """A fresh id, or the client's with a serial number. A client may use an id again at once

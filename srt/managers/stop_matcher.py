@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import regex
 
-MAX_STOP_REGEX_BYTES = 256
+from srt.stop_regex import compile_stop_regex
+
 REGEX_WINDOW = 1024  # characters before the new text in which a pattern's match may begin
 # Seconds of CPU time that one request's patterns may use: this much at once, and this much more for
 # each piece of text. An honest pattern takes microseconds.
@@ -134,17 +135,6 @@ class StopMatcher:
                 f"{len(self._seen) - start} characters of output."
             )
         return match is not None
-
-
-def compile_stop_regex(pattern: str) -> regex.Pattern[str]:
-    """ValueError, naming the pattern, if it is over the size limit or not a pattern."""
-    size = len(pattern.encode(errors="surrogatepass"))
-    if size > MAX_STOP_REGEX_BYTES:
-        raise ValueError(f"stop_regex is {size} bytes, over the {MAX_STOP_REGEX_BYTES}-byte limit")
-    try:
-        return regex.compile(pattern)
-    except (regex.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"stop_regex {pattern!r} is not a valid pattern: {error}") from error
 
 
 class _Progress:

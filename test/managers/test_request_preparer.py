@@ -36,3 +36,22 @@ def test_what_no_message_can_hold_is_refused_before_anything_is_sent(
     name = {"rids": "rid", "tenant": "X-Tenant"}.get(field, field)
     with pytest.raises(RequestError, match=name):
         asyncio.run(preparer.prepare(GenerateReqInput(**values), LIMITS))
+
+
+@pytest.mark.parametrize(("num_prompts", "n", "asked"), [(11, 1, 11), (4, 3, 12)])
+def test_a_call_of_too_many_requests_is_refused_with_both_numbers(
+    num_prompts: int, n: int, asked: int
+) -> None:
+    preparer = RequestPreparer(
+        ServerArgs(max_call_requests=10), tiny_model_config(), byte_tokenizer()
+    )
+    for prompts, params, message in (
+        (num_prompts, {"n": n}, f"at most 10 requests .--max-call-requests.*got {asked}"),
+        (10, {"n": 1}, None),
+    ):
+        call = GenerateReqInput(["hi"] * prompts, [params] * prompts)
+        if message is None:
+            assert len(asyncio.run(preparer.prepare(call, LIMITS))) == 10
+        else:
+            with pytest.raises(RequestError, match=message):
+                asyncio.run(preparer.prepare(call, LIMITS))

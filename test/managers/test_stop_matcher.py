@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from srt.managers.stop_matcher import (
-    MAX_STOP_REGEX_BYTES,
     REGEX_WINDOW,
     Match,
     StopMatcher,
     StopRegexTimeout,
-    compile_stop_regex,
 )
+from srt.stop_regex import MAX_STOP_REGEX_BYTES, compile_stop_regex
 
 
 def run(matcher: StopMatcher, pieces: list[str]) -> tuple[str, Match | None]:
@@ -179,7 +178,7 @@ def test_a_match_may_begin_one_window_before_the_piece_and_not_earlier():
 
 @pytest.mark.parametrize("pattern", ["(", "a{2,1}", "*", "(?P<n>a)(?P<n"])
 def test_a_broken_pattern_is_refused_by_name(pattern):
-    with pytest.raises(ValueError, match="is not a valid pattern") as error:
+    with pytest.raises(ValueError, match="is not a valid regular expression") as error:
         StopMatcher(stop_regex=[pattern])
     assert repr(pattern) in str(error.value)
 
