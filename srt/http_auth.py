@@ -10,8 +10,9 @@ from aiohttp import hdrs, web
 
 from srt.server_args import ServerArgs
 
-# Open to everyone, so that probes and scrapers need no key.
-_ALWAYS_OPEN = ("/health", "/ready", "/metrics")
+# Open to everyone: probes and scrapers need no key, and the description of the API is the same for
+# all servers of a version and tells nothing about this one.
+_ALWAYS_OPEN = frozenset({"/health", "/health_generate", "/ready", "/metrics", "/openapi.json"})
 # They change what the server does for everybody.
 _ADMIN_ROUTES = frozenset(
     {
@@ -55,7 +56,7 @@ class Keys:
     def allows(self, request: web.Request) -> bool:
         given = _bearer_token(request)
         is_admin = self._admin is not None and _equal(given, self._admin)
-        access = access_of(request.method, request.path)
+        access = access_of(request.method, _route_path(request))
         if access is Access.OPEN or is_admin:
             return True
         if access is Access.ADMIN and self._admin is not None:
@@ -78,9 +79,17 @@ class Keys:
 
 
 def access_of(method: str, path: str) -> Access:
-    if method == hdrs.METH_OPTIONS or path.startswith(_ALWAYS_OPEN):
+    """`path`: that of the route."""
+    if method == hdrs.METH_OPTIONS or path in _ALWAYS_OPEN:
         return Access.OPEN
     return Access.ADMIN if (method, path) in _ADMIN_ROUTES else Access.NORMAL
+
+
+def _route_path(request: web.Request) -> str:
+    """The path of the route that will serve the request, so that no other spelling of a path
+    (`/health/../generate`, `%2F`) can be taken for another route. Empty: there is none."""
+    resource = request.match_info.route.resource
+    return "" if resource is None else resource.canonical
 
 
 def _bearer_token(request: web.Request) -> str:

@@ -38,6 +38,7 @@ from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
 from srt.managers.tokenizer_manager import ServerStatus, TokenizerManager
 from srt.openai_api import OpenAIRoutes
+from srt.openapi_document import OpenApiRoute
 from srt.profile_api import ProfileRoutes
 from srt.request_error import RequestError
 from srt.server_args import ServerArgs
@@ -51,7 +52,9 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0
 HEALTH_GENERATE_SECONDS = 20.0
 
-_WHILE_STARTING = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics"})
+_WHILE_STARTING = frozenset(
+    {"/", "/health", "/health_generate", "/ready", "/ping", "/metrics", "/openapi.json"}
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -95,6 +98,7 @@ class HttpServer:
         ProfileRoutes(lambda: self.manager).add_to(self.app.router)
         OpenAIRoutes(self.model_name, lambda: self.manager).add_to(self.app.router)
         TokenizeRoutes(lambda: self.manager).add_to(self.app.router)
+        OpenApiRoute().add_to(self.app.router)
 
     @asynccontextmanager
     async def listening(

@@ -23,7 +23,7 @@ MAX_N = 128
 GREEDY_TEMPERATURE = 1e-6
 
 # In the order in which SGLang lists them to a client that sent an unknown one.
-_NAMES = (
+NAMES = (
     "max_new_tokens",
     "stop",
     "stop_token_ids",
@@ -54,15 +54,15 @@ _NAMES = (
     "choice",
 )
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-_BOOLS = (
+BOOL_NAMES = (
     "ignore_eos",
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "no_stop_trim",
 )
-_I32S = ("min_new_tokens", "top_k", "n", "stream_interval")
+INT32_NAMES = ("min_new_tokens", "top_k", "n", "stream_interval")
 _TOKEN_ID = re.compile(r"-?[0-9]{1,18}", re.ASCII)
-_UNSUPPORTED = (*_GRAMMARS, "choice", "custom_params", "beam_width", "watermark")
+UNSUPPORTED_NAMES = (*_GRAMMARS, "choice", "custom_params", "beam_width", "watermark")
 
 # Names of other APIs that users write here.
 _FOREIGN_NAMES = {
@@ -181,10 +181,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         if "max_new_tokens" in raw:
             values["max_new_tokens"] = raw["max_new_tokens"]
         for name in (*raw, *values):
-            if name not in _NAMES:
+            if name not in NAMES:
                 raise SamplingSchemaError(_unknown_name_message(str(name)))
         _refuse_unsupported(values)
-        typed = {name: _typed(name, v) for name, v in values.items() if name not in _UNSUPPORTED}
+        typed = {
+            name: _typed(name, v) for name, v in values.items() if name not in UNSUPPORTED_NAMES
+        }
         params = cls(**typed)
         params._check_ranges()
         return params
@@ -250,7 +252,9 @@ def _require(holds: bool, name: str, what: str, value: float) -> None:
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    given = [name for name in _UNSUPPORTED if values.get(name) not in (None, "", False, [], {})]
+    given = [
+        name for name in UNSUPPORTED_NAMES if values.get(name) not in (None, "", False, [], {})
+    ]
     if sum(name in _GRAMMARS for name in given) > 1:
         raise SamplingParamsError(
             "Only one of json_schema, regex, ebnf, or structural_tag can be set."
@@ -261,10 +265,10 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
 
 def _typed(name: str, value: Any) -> Any:
     """`value`, of whatever JSON type, as the struct's field `name` holds it."""
-    if name in _BOOLS:
+    if name in BOOL_NAMES:
         return _checked(name, value, isinstance(value, bool), "a boolean")
-    if name in _I32S or name == "sampling_seed":
-        return _integer(name, value, bits=32 if name in _I32S else 64)
+    if name in INT32_NAMES or name == "sampling_seed":
+        return _integer(name, value, bits=32 if name in INT32_NAMES else 64)
     if name == "max_new_tokens":
         return None if value is None else _integer(name, value, bits=32)
     if name in ("stop", "stop_regex"):
@@ -359,10 +363,10 @@ def _json_type(value: Any) -> str:
 
 
 def _unknown_name_message(name: str) -> str:
-    near = difflib.get_close_matches(name, _NAMES, n=1)
+    near = difflib.get_close_matches(name, NAMES, n=1)
     meant = _FOREIGN_NAMES.get(name, near[0] if near else None)
     hint = f"; did you mean `{meant}`?" if meant else ""
-    expected = ", ".join(f"`{known}`" for known in _NAMES)
+    expected = ", ".join(f"`{known}`" for known in NAMES)
     return f"unknown field `{_shorten(name)}`, expected one of {expected}{hint}"
 
 
