@@ -14,6 +14,7 @@ from typing import Any
 
 from srt.backend import Backend, cache_dir
 from srt.default_model import ModelUnavailable
+from srt.log_lines import setup_logging
 from srt.managers.scheduler_handle import SchedulerHandle
 from srt.model_files import resolve_model
 from srt.server_args import ServerArgs
@@ -31,11 +32,7 @@ class StartError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal (0) or a failure (1)."""
     args = ServerArgs.from_cli(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(
-        level=args.log_level.upper(),
-        format="[%(asctime)s] %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
+    setup_logging(args.log_level)
     try:
         # First, since nobody wants to load a model only to learn that the port is taken.
         tls = tls_context(args)

@@ -180,7 +180,7 @@ class HttpServer:
             # be logged as our failure.
             return web.Response(status=499, reason="Client Closed Request")
         except Exception:
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s %s failed", request.method[:20], request.raw_path[:200])
             internal = RequestError("Internal server error.", status=500)
             return error_response(internal, request.path)
 

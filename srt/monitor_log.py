@@ -21,6 +21,8 @@ DECODE_LOG_INTERVAL = 40
 QUIET_SECONDS = 10.0
 
 _TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.\d+)?([^\]]*)\]")
+# Lines of --log-requests hold what clients sent, which may look like anything.
+_OF_A_REQUEST = re.compile(r"^[^\]]*\]\s*(?:Receive: |Finish: |\{)")
 _OTHER_RANK = re.compile(r"\b(?:TP|PP|DP)[1-9]\d*\b")
 # Of SGLang too, of old releases as of new ones.
 _PREFILL = re.compile(r"Prefill batch\b.*#new-seq: \d+, #new-token: (\d+)")
@@ -54,6 +56,8 @@ class LogReader:
 
     def read(self, line: str) -> Sample | None:
         """The server after `line`, None if it says nothing about the load."""
+        if _OF_A_REQUEST.match(line):
+            return None
         stamp = _TIME.search(line)
         if stamp is not None and _OTHER_RANK.search(stamp[2]):
             return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from srt.admin_api import PAUSE_MODES
 from srt.logprob_options import MAX_TOKEN_IDS, MAX_TOP_LOGPROBS
-from srt.managers.request_preparer import MAX_TENANT_CHARS
+from srt.managers.request_preparer import MAX_RID_CHARS, MAX_TENANT_CHARS
 from srt.openai_logprobs import MAX_TOP_LOGPROBS as MAX_OPENAI_TOP_LOGPROBS
 from srt.profile_api import ACTIVITIES, MAX_PROFILED_PASSES
 from srt.sampling_params import (
@@ -127,7 +127,12 @@ def _sampling_fields() -> dict[str, Schema]:
 _SAMPLING = _sampling_fields()
 _PROMPT_IDS = list_of(TOKEN_ID, minItems=1)
 _TEXT: Schema = {"type": "string", "minLength": 1}
-_RID: Schema = {"type": "string", "minLength": 1}
+_RID: Schema = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": MAX_RID_CHARS,
+    "description": "Of printable characters.",
+}
 _TENANT: Schema = {"type": "string", "maxLength": MAX_TENANT_CHARS}
 
 
@@ -154,7 +159,7 @@ _OPENAI_COMMON: dict[str, Schema] = {
     "max_completion_tokens": {"type": "integer", "minimum": 1},
     "min_tokens": _SAMPLING["min_new_tokens"],
     "seed": _SAMPLING["sampling_seed"],
-    "rid": STRING,
+    "rid": {**_RID, "minLength": 0},
     "stream_options": struct(
         {"include_usage": nullable(BOOLEAN), "continuous_usage_stats": nullable(BOOLEAN)}
     ),
@@ -186,8 +191,9 @@ _FINISH = nullable(
     )
 )
 _LOGPROB: Schema = {
+    "description": "Logarithm or null, token id, text or null.",
     "type": "array",
-    "prefixItems": [nullable(NUMBER), INTEGER, nullable(STRING)],
+    "items": nullable(one_of(NUMBER, STRING)),
     "minItems": 3,
     "maxItems": 3,
 }

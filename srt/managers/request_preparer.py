@@ -32,6 +32,7 @@ _THREAD_TOKENIZE_CHARS = 20_000
 
 # A tenant's name is kept for the whole life of the server, in counters and in metrics.
 MAX_TENANT_CHARS = 256
+MAX_RID_CHARS = 256
 
 # The golden ratio in 63 bits: consecutive multiples are as far apart as they can be.
 _SEED_STEP = 0x4F1BBCDCBFA53E0B
@@ -299,6 +300,15 @@ def _check_crossing(call_input: GenerateReqInput) -> None:
             f"{len(call_input.tenant)}.",
             param="user",
         )
+    rids = [call_input.rid, *(call_input.rids or ())]
+    for rid in filter(None, rids):
+        # It stands in log lines.
+        if len(rid) > MAX_RID_CHARS or not rid.isprintable():
+            raise RequestError(
+                f"rid must have at most {MAX_RID_CHARS} printable characters, got {len(rid)}: "
+                f"{rid[:50]!r}.",
+                param="rid",
+            )
     for name, field_name in _CROSSING.items():
         try:
             msgspec.msgpack.encode(getattr(call_input, name))

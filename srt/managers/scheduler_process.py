@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 from srt.journal import Journal
+from srt.log_lines import setup_logging
 from srt.managers.admission import Admission
 from srt.managers.batching import make_batching
 from srt.managers.black_box import BlackBox, black_box_path
@@ -38,8 +39,6 @@ from srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "[%(asctime)s] %(message)s"
-LOG_TIME = "%Y-%m-%d %H:%M:%S"
 GB = 1 << 30
 
 # Two cores without VNNI compute about 900 prompt tokens a second on the default model: between two
@@ -50,7 +49,7 @@ CPU_CHUNK = 64
 
 def run_scheduler_process(args: ServerArgs, model_path: Path, ipc_dir: Path) -> None:
     """Serve until the parent goes away. A failure is told to the parent and ends in exit code 1."""
-    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
+    setup_logging(args.log_level)
     _die_with_parent()
     # The parent decides when to stop; a Ctrl-C in the terminal reaches both of us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
