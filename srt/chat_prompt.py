@@ -23,6 +23,13 @@ _TAKEN = {
 def chat_input_ids(tokenizer: Tokenizer, body: Mapping[str, Any]) -> list[int]:
     """Token ids of `body["messages"]`; RequestError for messages of a wrong shape, for a model
     without a chat template, and for what the template itself refuses."""
+    if body.get("chat_template") is not None:
+        # A template is a program: even in its sandbox it may loop for hours.
+        raise RequestError(
+            "chat_template cannot come with a request; the operator chooses it with "
+            "--chat-template.",
+            param="chat_template",
+        )
     messages = chat_messages(body)
     variables = optional(body, "chat_template_kwargs", dict, {})
     if taken := _TAKEN & variables.keys():

@@ -57,4 +57,4 @@ def test_no_request_that_the_description_knows_is_our_failure(tmp_path):
 
 @pytest.mark.slow
 def test_no_request_that_the_description_knows_is_our_failure_at_length(tmp_path):
-    fuzz(tmp_path, 1000)
+    fuzz(tmp_path, 700)
