@@ -15,6 +15,7 @@ from srt.chat_template import ChatTemplateError, render_chat_template
 from srt.default_model import default_cache_dir
 from srt.gguf_metadata import read_header
 from srt.gguf_tokenizer import adds_token, build_tokenizer
+from srt.spoofed_tokens import SpoofedTokens
 from srt.token_bytes import make_token_bytes
 from srt.tokenizer_conversion import CONVERTIBLE_FILES, convert_tokenizer
 
@@ -58,6 +59,9 @@ class Tokenizer:
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
             if token.special
+        )
+        self._spoofed_tokens = SpoofedTokens(
+            token.content for token in backend.get_added_tokens_decoder().values() if token.special
         )
         eos_token_id = self._special_id("eos_token")
         ids = [*eos_token_ids, *([] if eos_token_id is None else [eos_token_id])]
@@ -160,7 +164,12 @@ class Tokenizer:
         **variables: Any,
     ) -> list[int]:
         """The prompt's tokens. Templates write their special tokens themselves, so none is added: a
-        second beginning-of-text token is outside of what models were trained on."""
+        second beginning-of-text token is outside of what models were trained on. Those that a user
+        writes are no such tokens (see SpoofedTokens)."""
+        try:
+            messages, mark = self._spoofed_tokens.broken(messages)
+        except ValueError as error:
+            raise ChatTemplateError(str(error)) from error
         text = self.render_chat(
             messages,
             add_generation_prompt,
@@ -169,7 +178,8 @@ class Tokenizer:
             chat_template,
             **variables,
         )
-        return self.encode(text, add_special_tokens=False)
+        parts = [text] if mark is None else text.split(mark)
+        return [i for part in parts for i in self.encode(part, add_special_tokens=False)]
 
     def _chat_template(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if tools and "tool_use" in self.chat_templates:
