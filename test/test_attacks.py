@@ -55,7 +55,7 @@ def test_what_is_huge_or_not_built_is_refused_quickly_by_its_limit(tmp_path, pat
             status, answer = await http.post(path, body_of(path, params))
             assert status == 400 and words in answer["message"], answer
             assert len(json.dumps(answer)) < 6000
-            assert time.perf_counter() - began < 1
+            assert time.perf_counter() - began < 5
             assert not http.fake.of_type(TokenizedGenerateReq)
 
     asyncio.run(scenario())

@@ -21,6 +21,7 @@ GOOD = {
     "/tokenize": {"prompt": ["a"]},
     "/detokenize": {"tokens": [5]},
     "/abort_request": {"rid": "a"},
+    "/start_profile": {"num_steps": 1},
     "/v1/scheduler": {"max_running_requests": 8},
     "/set_internal_state": {"server_args": {"max_running_requests": 8}},
 }
