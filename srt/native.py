@@ -60,28 +60,38 @@ def native_library() -> ctypes.CDLL | None:
 
 def load_library(folder: Path, extra_flags: Sequence[str] = ()) -> ctypes.CDLL:
     """Load the kernels from `folder`, building them first if they are not there."""
-    compiler = _find_compiler()
-    flags = (*FLAGS, *extra_flags)
-    sources = sorted(SOURCES.glob("*"))
-    path = folder / f"kernels-{_fingerprint(compiler, flags, sources)}.so"
+    path = _library_path(folder, extra_flags)
     if path.is_file():
         try:
-            return _declare(_open(path))
+            return open_library(path)
         except (OSError, AttributeError) as error:
             logger.warning("CPU kernels: %s does not load (%s); building it again", path, error)
-    start = time.monotonic()
-    _build(compiler, flags, path)
-    logger.info("CPU kernels: built %s in %.1f s", path, time.monotonic() - start)
     try:
-        return _declare(_open(path))
+        return open_library(build_library(folder, extra_flags))
     except OSError as error:
         raise NativeBuildError(f"{path} does not load: {error}") from error
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def open_library(path: Path) -> ctypes.CDLL:
+    """The kernels at `path`, their functions declared. Raises OSError or AttributeError if it is
+    something else."""
     # PyDLL keeps the interpreter's lock: releasing it costs as much as a small kernel, and a pass
     # is computed by one thread anyway.
-    return ctypes.PyDLL(str(path))
+    return _declare(ctypes.PyDLL(str(path)))
+
+
+def build_library(folder: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """Build the kernels in `folder`, whatever is there; later flags override our own."""
+    path = _library_path(folder, extra_flags)
+    start = time.monotonic()
+    _build(_find_compiler(), (*FLAGS, *extra_flags), path)
+    logger.info("CPU kernels: built %s in %.1f s", path, time.monotonic() - start)
+    return path
+
+
+def _library_path(folder: Path, extra_flags: Sequence[str]) -> Path:
+    fingerprint = _fingerprint(_find_compiler(), (*FLAGS, *extra_flags), sorted(SOURCES.glob("*")))
+    return folder / f"kernels-{fingerprint}.so"
 
 
 def _find_compiler() -> str:
