@@ -14,8 +14,10 @@ import torch
 from srt.layers.quantization.packed_weight import PackedFormat, PackedWeight, PanelArena
 from srt.native import build_library, native_library, open_library
 
-ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("test_packed_weight.py", "test_native_attention.py", "test_native_decoder.py")
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# Whatever tests the kernels on this CPU tests the emulated ones too.
+SUITES = [*sorted(HERE.glob("test_native_*.py")), HERE / "test_packed_weight.py"]
 # Defines of the emulation, and the outputs that fill a panel of the code it selects.
 EMULATIONS = {"EMULATE_AVX512": 16, "EMULATE_VNNI": 16, "EMULATE_AVX_VNNI": 8}
 
@@ -40,7 +42,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_emulated_kernels_pass_the_tests_of_the_kernels(emulated: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "other_kernels"]
-    command += ["--kernels", str(emulated), *(str(Path(__file__).parent / s) for s in SUITES)]
+    command += ["--kernels", str(emulated), *map(str, SUITES)]
     path = os.pathsep.join([str(ROOT / "test/tools"), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
