@@ -16,14 +16,15 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 import torch
 
 from bench.fake_model import Loopback
 from srt.default_model import fetch_default_model
-from srt.layers.native_decoder import NativeTimes
+from srt.layers.linear import Linear
+from srt.layers.native_decoder import NativeDecoder, NativeTimes
 from srt.managers.io_struct import TokenizedGenerateReq
 from srt.managers.ipc import SchedulerChannel
 from srt.managers.scheduler import Scheduler
@@ -72,6 +73,44 @@ class Stopwatch:
         return seconds
 
 
+class PartTimes(Protocol):
+    """What the parts of the decoder took."""
+
+    def take(self) -> tuple[float, float]:
+        """Seconds in linears and in attention since the last call."""
+        ...
+
+
+class FusedPartTimes:
+    """As the fused kernels count them."""
+
+    def __init__(self, decoder: NativeDecoder) -> None:
+        self._times = decoder.times = NativeTimes()
+
+    def take(self) -> tuple[float, float]:
+        times = self._times
+        seconds = times.linear, times.attention
+        times.linear = times.attention = times.rest = 0.0
+        return seconds
+
+
+class ModulePartTimes:
+    """By the clock around the modules of a model that computes layer by layer."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._linear, self._attention = Stopwatch(), Stopwatch()
+        for module in runner.model.modules():
+            if isinstance(module, Linear):
+                module.forward = self._linear.around(module.forward)  # type: ignore[method-assign]
+        assert runner.attn is not None
+        runner.attn.forward = self._attention.around(  # type: ignore[method-assign]
+            runner.attn.forward
+        )
+
+    def take(self) -> tuple[float, float]:
+        return self._linear.take(), self._attention.take()
+
+
 class Probe:
     """A scheduler with a model whose parts are timed."""
 
@@ -85,29 +124,31 @@ class Probe:
         self.whole, self.head, self.hidden = Stopwatch(), Stopwatch(), Stopwatch()
         self.scheduler.runner = cast("Any", _Timed(self.whole.around(runner.step)))
         runner.model.logits = self.head.around(runner.model.logits)  # type: ignore[method-assign]
-        self.times = NativeTimes()
-        if runner.decoder is None:
-            raise SystemExit(
-                "bench_step: this model and these options do not run in the fused kernels, whose "
-                "parts are what is timed; try --quantization int8"
+        self.parts: PartTimes
+        if runner.decoder is not None:
+            self.parts = FusedPartTimes(runner.decoder)
+            runner.decoder.forward = self.hidden.around(  # type: ignore[method-assign]
+                runner.decoder.forward
             )
-        runner.decoder.times = self.times
-        runner.decoder.forward = self.hidden.around(  # type: ignore[method-assign]
-            runner.decoder.forward
-        )
+        else:
+            self.parts = ModulePartTimes(runner)
+            runner.model.forward = self.hidden.around(  # type: ignore[method-assign]
+                runner.model.forward
+            )
         self._encoder = msgspec.msgpack.Encoder()
+        self._vocab_size = runner.vocab_size
         self._sent = 0
 
     def send(self, count: int, prompt_len: int, max_new: int) -> None:
         for _ in range(count):
-            ids = [1000 + (self._sent * 7919 + i * 31) % 20_000 for i in range(prompt_len)]
+            ids = [(self._sent * 7919 + i * 31) % self._vocab_size for i in range(prompt_len)]
             params = SamplingParams(temperature=0.0, max_new_tokens=max_new, ignore_eos=True)
             self.channel.inbox.append(TokenizedGenerateReq(f"{self._sent:032x}", ids, params))
             self._sent += 1
 
     def step(self) -> tuple[Row, bool]:
         """One turn of the scheduler, and whether it was a prefill."""
-        self.times.linear = self.times.attention = self.times.rest = 0.0
+        self.parts.take()
         begin = time.perf_counter()
         done = self.scheduler.step()
         stepped = time.perf_counter()
@@ -118,7 +159,7 @@ class Probe:
         self.channel.outbox.clear()
         assert done is not None, "nobody is left to compute"
         whole, hidden, head = self.whole.take(), self.hidden.take(), self.head.take()
-        linear, attention = self.times.linear, self.times.attention
+        linear, attention = self.parts.take()
         seconds = {
             "total": encoded - begin,
             "linear": linear,
@@ -173,6 +214,8 @@ def measure_prefill(probe: Probe, tokens: int, steps: int) -> Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.bench_step", description=__doc__)
     parser.add_argument("--model-path", help="else the default model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32, 128])
@@ -181,11 +224,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prefill", type=int, nargs="*", default=[512])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    logging.disable(logging.INFO)
     path = Path(args.model_path) if args.model_path else fetch_default_model()
     most = max(args.running)
     server_args = ServerArgs(
         device="cpu",
+        load_format=args.load_format,
+        dtype=args.dtype,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         max_running_requests=most,
@@ -208,4 +252,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.INFO)
     raise SystemExit(main())
