@@ -1,63 +1,36 @@
 // Attention over the paged KV cache: ragged batches, no padding, no gathered copies.
 //
-// A request's keys are read in tiles of TILE positions, each once for all query heads of its KV
-// head and for QUERY_BLOCK queries. Tiles begin at multiples of TILE and softmax statistics are
-// merged at multiples of SPLIT, both counted from position 0, and never depend on the batch: a token
-// gets the same bits whether it is decoded or part of a prefill, alone or in company.
+// A request's keys and values are read in tiles of TILE positions, each once for all query heads of
+// its KV head and for QUERY_BLOCK queries: first the scores of SPLIT positions, then their softmax,
+// then their values. Splits begin at multiples of SPLIT counted from position 0 and never depend on
+// the batch: a token gets the same bits whether it is decoded or part of a prefill, alone or in
+// company.
 //
-// Softmax over tiles as in Milakov and Gimelshein, "Online normalizer calculation for softmax"
-// (2018); splitting keys and merging the parts as in Flash-Decoding (Dao et al. 2023).
+// Merging the softmax of splits as in Milakov and Gimelshein, "Online normalizer calculation for
+// softmax" (2018), and in Flash-Decoding (Dao et al. 2023).
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <memory>
 
+#include "attention_tile.h"
 #include "pool.h"
 #include "vec.h"
 
 namespace rg {
 
-constexpr int TILE = 32;
-constexpr int SPLIT = 256;
 constexpr int QUERY_BLOCK = 16;
-constexpr float NEVER = -1e30f;  // a maximum before there is any score
-
-// One pass, made once for all layers. Mirrors NativePass in native_attention.py.
-struct AttentionPass {
-  const int32_t* table;       // [rows, table_stride] slots
-  const int64_t* table_rows;  // [b]
-  const int64_t* seq_lens;    // [b]
-  const int64_t* extend_lens;  // [b]
-  const int64_t* out_loc;     // [n]
-  int64_t table_stride;
-  int64_t num_requests;
-  int64_t num_tokens;
-};
-
-// One layer. Mirrors NativeLayer in native_attention.py.
-struct AttentionLayer {
-  void* k;  // [slots, num_kv_heads, head_dim]
-  void* v;
-  int64_t num_heads;
-  int64_t num_kv_heads;
-  int64_t head_dim;
-  int64_t window;  // 0: none
-  float scale;
-  float cap;  // 0: none
-  int32_t kv_dtype;
-  int32_t dtype;  // of q, k, v and the output
-};
 
 // The work of one thread on one block of queries of some KV heads. Row (h * queries + i) * group + g
 // is query i of head g of the h-th KV head.
 struct AttentionScratch {
   std::unique_ptr<float[]> memory;
   size_t size = 0;
-  float *q, *keys, *values, *scores, *part, *part_max, *part_sum, *total, *total_max, *total_sum;
+  float *q, *tile, *scores, *part, *part_max, *part_sum, *total, *total_max, *total_sum;
 
   void reserve(long rows, long width) {
-    size_t needed = rows * (3 * width + TILE + 4) + 2 * TILE * width;
+    size_t needed = rows * (3 * width + SPLIT + 4) + TILE * width;
     if (needed > size) {
       memory.reset(new float[needed]);
       size = needed;
@@ -71,13 +44,12 @@ struct AttentionScratch {
     q = take(rows * width);
     part = take(rows * width);
     total = take(rows * width);
-    scores = take(rows * TILE);
+    scores = take(rows * SPLIT);
     part_max = take(rows);
     part_sum = take(rows);
     total_max = take(rows);
     total_sum = take(rows);
-    keys = take(TILE * width);
-    values = take(TILE * width);
+    tile = take(TILE * width);
   }
 };
 
@@ -90,139 +62,6 @@ struct QueryBlock {
   long heads() const { return last_head - first_head; }
 };
 
-// Asks for the K and V of a tile ahead, some rows at a time: they lie anywhere, so the CPU cannot
-// foresee them, and more requests than it can remember at once would stop it until they are served.
-class Prefetcher {
- public:
-  Prefetcher(const AttentionLayer& layer, const QueryBlock& block, long item_bytes,
-             const int32_t* slots, long count)
-      : slots_(slots), count_(count), stride_(layer.num_kv_heads * layer.head_dim * item_bytes) {
-    const long offset = block.first_head * layer.head_dim * item_bytes;
-    k_ = (const char*)layer.k + offset;
-    v_ = (const char*)layer.v + offset;
-    bytes_ = block.heads() * layer.head_dim * item_bytes;
-    // A tile is loaded and used in about ten steps a head.
-    rows_ = std::max(1L, TILE / (10 * block.heads()));
-  }
-
-  void step() {
-    const long end = std::min(count_, next_ + rows_);
-    for (; next_ < end; next_++)
-      for (long at = 0; at < bytes_; at += 64) {
-        prefetch(k_ + slots_[next_] * stride_ + at);
-        prefetch(v_ + slots_[next_] * stride_ + at);
-      }
-  }
-
- private:
-  const int32_t* slots_;
-  long count_, stride_, bytes_, rows_, next_ = 0;
-  const char *k_, *v_;
-};
-
-// values [count][width] and keys [width][TILE] of `count` slots; the rest of the tile is zero.
-template <Dtype T>
-inline void load_tile(const AttentionLayer& layer, long kv_head, const int32_t* slots, long count,
-                      long width, float* keys, float* values, Prefetcher& ahead) {
-  typedef typename Element<T>::type Item;
-  const long dim = layer.head_dim, stride = layer.num_kv_heads * dim;
-  const Item* k_base = (const Item*)layer.k + kv_head * dim;
-  const Item* v_base = (const Item*)layer.v + kv_head * dim;
-  const long whole = dim / LANES * LANES;
-  for (long i = 0; i < count; i++) {
-    if (i % 8 == 0) ahead.step();
-    const Item* v = v_base + slots[i] * stride;
-    float* out = values + i * width;
-    for (long d = 0; d < whole; d += LANES) store(out + d, load_as_float<T>(v + d));
-    for (long d = whole; d < width; d++) out[d] = d < dim ? Element<T>::get(v[d]) : 0.0f;
-  }
-#ifdef RG_AVX2
-  long i = 0;
-  for (; i < count; i += 8) {
-    ahead.step();
-    const Item* rows[8];
-    // Past the end the last row is repeated; its scores are masked.
-    for (long j = 0; j < 8; j++) rows[j] = k_base + slots[std::min(i + j, count - 1)] * stride;
-    long d = 0;
-    for (; d + 8 <= dim; d += 8) {
-      __m256 r[8], t[8];
-      for (int j = 0; j < 8; j++) {
-        if constexpr (T == F32) r[j] = _mm256_loadu_ps(rows[j] + d);
-        if constexpr (T == F16)
-          r[j] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(rows[j] + d)));
-        if constexpr (T == BF16)
-          r[j] = _mm256_castsi256_ps(_mm256_slli_epi32(
-              _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(rows[j] + d))), 16));
-      }
-      for (int j = 0; j < 8; j += 2) {
-        t[j] = _mm256_unpacklo_ps(r[j], r[j + 1]);
-        t[j + 1] = _mm256_unpackhi_ps(r[j], r[j + 1]);
-      }
-      for (int j = 0; j < 8; j += 4) {
-        r[j] = _mm256_shuffle_ps(t[j], t[j + 2], 0x44);
-        r[j + 1] = _mm256_shuffle_ps(t[j], t[j + 2], 0xee);
-        r[j + 2] = _mm256_shuffle_ps(t[j + 1], t[j + 3], 0x44);
-        r[j + 3] = _mm256_shuffle_ps(t[j + 1], t[j + 3], 0xee);
-      }
-      for (int j = 0; j < 4; j++) {
-        _mm256_storeu_ps(keys + (d + j) * TILE + i, _mm256_permute2f128_ps(r[j], r[j + 4], 0x20));
-        _mm256_storeu_ps(keys + (d + j + 4) * TILE + i,
-                         _mm256_permute2f128_ps(r[j], r[j + 4], 0x31));
-      }
-    }
-    for (; d < dim; d++)
-      for (long j = 0; j < 8; j++) keys[d * TILE + i + j] = Element<T>::get(rows[j][d]);
-  }
-  for (long d = 0; d < dim; d++)
-    for (long j = i; j < TILE; j++) keys[d * TILE + j] = 0.0f;
-#else
-  for (long d = 0; d < dim; d++)
-    for (long i = 0; i < TILE; i++)
-      keys[d * TILE + i] =
-          i < count ? Element<T>::get(k_base[slots[i] * stride + d]) : 0.0f;
-#endif
-}
-
-// Scores of one row over a tile become weights; the row's statistics follow. Lanes outside
-// [low, high) weigh nothing. The row of the result is scaled to the new maximum.
-inline void weigh_row(float* scores, long low, long high, float cap, float* row_max,
-                      float* row_sum, float* out, long width) {
-  vf top = splat(NEVER);
-  for (int i = 0; i < TILE; i += LANES) {
-    vf s = loadf(scores + i);
-    if (cap > 0) s = vtanh(s * splat(1.0f / cap)) * splat(cap);
-    vf lane;
-    for (int j = 0; j < LANES; j++) lane[j] = (float)(i + j);
-    vi seen = (lane >= splat((float)low)) & (lane < splat((float)high));
-    s = seen ? s : splat(-INFINITY);
-    store(scores + i, s);
-    top = vmax(top, s);
-  }
-  float new_max = std::max(*row_max, hmax(top));
-  vf sum = vf{};
-  for (int i = 0; i < TILE; i += LANES) {
-    vf p = vexp(loadf(scores + i) - splat(new_max));
-    store(scores + i, p);
-    sum += p;
-  }
-  float keep = vexp(splat(*row_max - new_max))[0];
-  *row_sum = *row_sum * keep + hsum(sum);
-  if (keep != 1.0f)
-    for (long d = 0; d < width; d += LANES) store(out + d, loadf(out + d) * splat(keep));
-  *row_max = new_max;
-}
-
-// Folds (part_max, part_sum, part) into (total_max, total_sum, total) for one row.
-inline void merge_row(float part_max, float part_sum, const float* part, float* total_max,
-                      float* total_sum, float* total, long width) {
-  float top = std::max(part_max, *total_max);
-  float keep = vexp(splat(*total_max - top))[0], add = vexp(splat(part_max - top))[0];
-  *total_sum = *total_sum * keep + part_sum * add;
-  for (long d = 0; d < width; d += LANES)
-    store(total + d, fma(loadf(total + d), splat(keep), loadf(part + d) * splat(add)));
-  *total_max = top;
-}
-
 // The first position that the query at `position` sees.
 inline long first_seen(const AttentionLayer& layer, long position) {
   return layer.window > 0 ? std::max(0L, position - (long)layer.window + 1) : 0L;
@@ -230,40 +69,95 @@ inline long first_seen(const AttentionLayer& layer, long position) {
 
 // Attention of a block over the keys [split * SPLIT, ..) of that split: s.part and its statistics.
 template <Dtype T>
-inline void attend_split(const AttentionLayer& layer, const QueryBlock& block,
-                         const int32_t* slots, long split, long group, long width,
-                         AttentionScratch& s) {
-  const long per_head = block.queries() * group, rows = block.heads() * per_head;
-  std::fill(s.part, s.part + rows * width, 0.0f);
-  std::fill(s.part_max, s.part_max + rows, NEVER);
-  std::fill(s.part_sum, s.part_sum + rows, 0.0f);
-  const long last = std::min(block.end, (split + 1) * (long)SPLIT);
-  const long seen = first_seen(layer, block.begin);
-  for (long tile = split * SPLIT; tile < last; tile += TILE) {
-    if (tile + TILE <= seen) continue;
-    // Positions before `seen` are read too if they share its tile. They are the request's own.
-    const long count = std::min((long)TILE, last - tile), next = tile + TILE;
-    Prefetcher ahead(layer, block, sizeof(typename Element<T>::type), slots + next,
-                     std::min((long)TILE, block.end - next));
-    // Queries before the tile see nothing of it.
-    const long skip = std::max(0L, tile - block.begin) * group;
-    for (long h = 0; h < block.heads(); h++) {
-      load_tile<T>(layer, block.first_head + h, slots + tile, count, width, s.keys, s.values,
-                   ahead);
-      const long first = h * per_head + skip, end = (h + 1) * per_head;
-      product(s.q + first * width, width, s.keys, TILE, end - first, TILE, layer.head_dim,
-              s.scores + first * TILE, TILE, false);
-      for (long r = first; r < end; r++) {
-        ahead.step();
-        const long position = block.begin + (r - h * per_head) / group;
-        weigh_row(s.scores + r * TILE, first_seen(layer, position) - tile, position + 1 - tile,
-                  layer.cap, s.part_max + r, s.part_sum + r, s.part + r * width, width);
+class SplitAttention {
+ public:
+  SplitAttention(const AttentionLayer& layer, const QueryBlock& block, const int32_t* slots,
+                 long group, long width, AttentionScratch& scratch)
+      : layer_(layer), block_(block), slots_(slots), width_(width), s_(scratch) {
+    group_ = group;
+    per_head_ = block.queries() * group;
+  }
+
+  void run(long split) const {
+    const long start = split * SPLIT, end = std::min(block_.end, start + SPLIT);
+    // Positions before the first one seen are read too if they share its tile. They are the
+    // request's own.
+    const long first = std::max(start, first_seen(layer_, block_.begin) / TILE * TILE);
+    for (long tile = first; tile < end; tile += TILE) score_tile(start, tile, end, first);
+    for (long h = 0; h < block_.heads(); h++)
+      for (long i = 0; i < per_head_; i++) {
+        const long position = block_.begin + i / group_, r = h * per_head_ + i;
+        const long high = std::min(end, position + 1) - start;
+        weigh_row(s_.scores + r * SPLIT, first - start, (high + TILE - 1) / TILE * TILE,
+                  first_seen(layer_, position) - start, high, layer_.cap, s_.part_max + r,
+                  s_.part_sum + r);
       }
-      product(s.scores + first * TILE, TILE, s.values, width, end - first, width, count,
-              s.part + first * width, width, true);
+    std::fill(s_.part, s_.part + block_.heads() * per_head_ * width_, 0.0f);
+    for (long tile = first; tile < end; tile += TILE) add_values(start, tile, end);
+  }
+
+ private:
+  typedef typename Element<T>::type Item;
+
+  void score_tile(long start, long tile, long end, long first) const {
+    const bool more = tile + TILE < end;
+    Prefetcher ahead = prefetcher(more ? layer_.k : layer_.v, more ? tile + TILE : first,
+                                  STEPS * block_.heads());
+    const long skip = skipped(tile), count = std::min((long)TILE, end - tile);
+    for (long h = 0; h < block_.heads(); h++) {
+      load_columns(cache_rows(layer_.k, h, tile, ahead), count, layer_.head_dim, s_.tile);
+      const long r = h * per_head_ + skip;
+      product(s_.q + r * width_, width_, MatrixRows{s_.tile, TILE}, per_head_ - skip, TILE / LANES,
+              layer_.head_dim, s_.scores + r * SPLIT + tile - start, SPLIT, false);
     }
   }
-}
+
+  void add_values(long start, long tile, long end) const {
+    const bool more = tile + TILE < end;
+    // Few rows convert what they read; for more a converted tile pays.
+    const long skip = skipped(tile), rows = per_head_ - skip, dim = layer_.head_dim;
+    const bool direct = rows <= ROW_TILE && dim == width_;
+    Prefetcher ahead = prefetcher(more ? layer_.v : layer_.k, tile + TILE,
+                                  (direct ? TILE : STEPS) * block_.heads());
+    const long count = std::min((long)TILE, end - tile), vectors = width_ / LANES;
+    for (long h = 0; h < block_.heads(); h++) {
+      const long r = h * per_head_ + skip;
+      const float* weights = s_.scores + r * SPLIT + tile - start;
+      float* out = s_.part + r * width_;
+      const CacheRows<T> values = cache_rows(layer_.v, h, tile, ahead);
+      if (direct) {
+        product(weights, SPLIT, values, rows, vectors, count, out, width_, true);
+      } else {
+        load_rows(values, count, dim, width_, s_.tile);
+        product(weights, SPLIT, MatrixRows{s_.tile, width_}, rows, vectors, count, out, width_,
+                true);
+      }
+    }
+  }
+
+  // Rows of each head whose queries lie before the tile and see nothing of it.
+  long skipped(long tile) const { return std::max(0L, tile - block_.begin) * group_; }
+
+  CacheRows<T> cache_rows(const void* cache, long head, long tile, Prefetcher& ahead) const {
+    const long dim = layer_.head_dim;
+    return {(const Item*)cache + (block_.first_head + head) * dim, slots_ + tile,
+            layer_.num_kv_heads * dim, &ahead};
+  }
+
+  // For the block's heads at positions [tile, tile + TILE), if the request has them.
+  Prefetcher prefetcher(const void* cache, long tile, long steps) const {
+    const long bytes = layer_.head_dim * sizeof(Item);
+    return Prefetcher((const char*)cache + block_.first_head * bytes, layer_.num_kv_heads * bytes,
+                      block_.heads() * bytes, slots_ + tile,
+                      std::clamp(block_.end - tile, 0L, (long)TILE), steps);
+  }
+
+  const AttentionLayer& layer_;
+  const QueryBlock& block_;
+  const int32_t* slots_;
+  long group_, per_head_, width_;
+  AttentionScratch& s_;
+};
 
 class Attend {
  public:
@@ -321,7 +215,7 @@ class Attend {
     std::fill(s.total_sum, s.total_sum + rows, 0.0f);
     for (long split = first_seen(layer_, block.begin) / SPLIT; split * SPLIT < block.end; split++) {
       with_dtype(layer_.kv_dtype, [&](auto t) {
-        attend_split<t.value>(layer_, block, slots_of(block), split, group_, width_, s);
+        SplitAttention<t.value>(layer_, block, slots_of(block), group_, width_, s).run(split);
       });
       for (long r = 0; r < rows; r++)
         merge_row(s.part_max[r], s.part_sum[r], s.part + r * width_, s.total_max + r,
@@ -345,7 +239,7 @@ class Attend {
       s.reserve(group, width);
       load_queries(block, s.q);
       with_dtype(layer_.kv_dtype, [&](auto t) {
-        attend_split<t.value>(layer_, block, slots_of(block), split, group, width, s);
+        SplitAttention<t.value>(layer_, block, slots_of(block), group, width, s).run(split);
       });
       float* out = parts.data() + item * size;
       std::copy(s.part, s.part + group * width, out);

@@ -407,8 +407,8 @@ class Product {
         const long depth = std::min(DEPTH, w_.inputs - k);
         for (long p = 0; p < count; p++)
           expand(first + p, k, depth, weights.data() + p * LANES, columns);
-        product(x + k, x_stride, weights.data(), columns, rows, columns, depth, results.data(),
-                columns, k > 0);
+        product(x + k, x_stride, MatrixRows{weights.data(), columns}, rows, count, depth,
+                results.data(), columns, k > 0);
       }
       for (long r = 0; r < rows; r++)
         for (long p = 0; p < count; p++)

@@ -20,6 +20,10 @@
 #include <immintrin.h>
 #endif
 
+// For what lies in the innermost loops: a large translation unit exhausts what the compiler is
+// willing to inline.
+#define RG_INLINE inline __attribute__((always_inline))
+
 namespace rg {
 
 constexpr int LANES = RG_LANES;
@@ -200,15 +204,14 @@ struct Element<BF16> {
 };
 
 template <Dtype T>
-inline vf load_as_float(const typename Element<T>::type* p) {
+RG_INLINE vf load_as_float(const typename Element<T>::type* p) {
   if constexpr (T == F32) {
     return loadf(p);
   } else if constexpr (T == F16) {
     return load_half(p);
   } else {
-    vf v;
-    for (int i = 0; i < LANES; i++) v[i] = bf16_to_float(p[i]);
-    return v;
+    typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+    return (vf)(__builtin_convertvector(load<halves>(p), vi) << 16);
   }
 }
 
@@ -272,29 +275,55 @@ inline void pin(vf& v) {
 #endif
 }
 
+// The right side of a product, a row-major matrix: vector v of row k.
+struct MatrixRows {
+  const float* b;
+  long ldb;
+
+  RG_INLINE vf load(long k, long v) const { return loadf(b + k * ldb + v * LANES); }
+  MatrixRows skip(long vectors) const { return {b + vectors * LANES, ldb}; }
+};
+
 // C[MR][NV * LANES] (+)= A[MR][depth] B[depth][NV * LANES]. Every element is one chain of fma over
 // depth in order, whatever MR and NV are: results do not depend on the tile that computed them.
-template <int MR, int NV>
-inline void product_tile(const float* a, long lda, const float* b, long ldb, long depth, float* c,
-                         long ldc, bool accumulate) {
+template <int MR, int NV, typename Right>
+inline void product_tile(const float* a, long lda, const Right& b, long depth, float* c, long ldc,
+                         bool accumulate) {
   vf acc[MR][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
     for (int v = 0; v < NV; v++) acc[r][v] = accumulate ? loadf(c + r * ldc + v * LANES) : vf{};
   for (long k = 0; k < depth; k++) {
-    vf right[NV];
+    // The side of fewer vectors stays in registers while the other goes by: pinned, or each use
+    // would load it again and loads would be the limit.
+    if constexpr (MR <= NV) {
+      vf left[MR];
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; v++) {
-      right[v] = loadf(b + k * ldb + v * LANES);
-      // In a register, or each use would load it again and loads would be the limit.
-      if constexpr (MR > 2) pin(right[v]);
-    }
+      for (int r = 0; r < MR; r++) {
+        left[r] = splat(a[r * lda + k]);
+        pin(left[r]);
+      }
 #pragma GCC unroll 8
-    for (int r = 0; r < MR; r++) {
-      vf left = splat(a[r * lda + k]);
+      for (int v = 0; v < NV; v++) {
+        vf right = b.load(k, v);
+        if constexpr (MR > 1) pin(right);
 #pragma GCC unroll 8
-      for (int v = 0; v < NV; v++) acc[r][v] = fma(left, right[v], acc[r][v]);
+        for (int r = 0; r < MR; r++) acc[r][v] = fma(left[r], right, acc[r][v]);
+      }
+    } else {
+      vf right[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) {
+        right[v] = b.load(k, v);
+        pin(right[v]);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < MR; r++) {
+        vf left = splat(a[r * lda + k]);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) acc[r][v] = fma(left, right[v], acc[r][v]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -305,34 +334,36 @@ inline void product_tile(const float* a, long lda, const float* b, long ldb, lon
 
 constexpr int ROW_TILE = 6;
 
-template <int NV>
-inline void product_columns(const float* a, long lda, const float* b, long ldb, long rows,
-                            long depth, float* c, long ldc, bool accumulate) {
+template <int NV, typename Right>
+inline void product_columns(const float* a, long lda, const Right& b, long rows, long depth,
+                            float* c, long ldc, bool accumulate) {
   long r = 0;
   for (; r + ROW_TILE <= rows; r += ROW_TILE)
-    product_tile<ROW_TILE, NV>(a + r * lda, lda, b, ldb, depth, c + r * ldc, ldc, accumulate);
+    product_tile<ROW_TILE, NV>(a + r * lda, lda, b, depth, c + r * ldc, ldc, accumulate);
   const float* rest = a + r * lda;
   float* out = c + r * ldc;
   switch (rows - r) {
-    case 5: product_tile<5, NV>(rest, lda, b, ldb, depth, out, ldc, accumulate); break;
-    case 4: product_tile<4, NV>(rest, lda, b, ldb, depth, out, ldc, accumulate); break;
-    case 3: product_tile<3, NV>(rest, lda, b, ldb, depth, out, ldc, accumulate); break;
-    case 2: product_tile<2, NV>(rest, lda, b, ldb, depth, out, ldc, accumulate); break;
-    case 1: product_tile<1, NV>(rest, lda, b, ldb, depth, out, ldc, accumulate); break;
+    case 5: product_tile<5, NV>(rest, lda, b, depth, out, ldc, accumulate); break;
+    case 4: product_tile<4, NV>(rest, lda, b, depth, out, ldc, accumulate); break;
+    case 3: product_tile<3, NV>(rest, lda, b, depth, out, ldc, accumulate); break;
+    case 2: product_tile<2, NV>(rest, lda, b, depth, out, ldc, accumulate); break;
+    case 1: product_tile<1, NV>(rest, lda, b, depth, out, ldc, accumulate); break;
     default: break;
   }
 }
 
-// C[rows][columns] (+)= A[rows][depth] B[depth][columns], row-major; columns a multiple of LANES.
-inline void product(const float* a, long lda, const float* b, long ldb, long rows, long columns,
-                    long depth, float* c, long ldc, bool accumulate) {
-  long n = 0;
-  if (rows <= 2)  // more columns at once, or the chains would wait for each other
-    for (; n + 4 * LANES <= columns; n += 4 * LANES)
-      product_columns<4>(a, lda, b + n, ldb, rows, depth, c + n, ldc, accumulate);
-  for (; n + 2 * LANES <= columns; n += 2 * LANES)
-    product_columns<2>(a, lda, b + n, ldb, rows, depth, c + n, ldc, accumulate);
-  if (n < columns) product_columns<1>(a, lda, b + n, ldb, rows, depth, c + n, ldc, accumulate);
+// C[rows][vectors * LANES] (+)= A[rows][depth] B, row-major.
+template <typename Right>
+inline void product(const float* a, long lda, const Right& b, long rows, long vectors, long depth,
+                    float* c, long ldc, bool accumulate) {
+  long v = 0;
+  if (rows <= 3)  // more columns at once, or the chains would wait for each other
+    for (; v + 4 <= vectors; v += 4)
+      product_columns<4>(a, lda, b.skip(v), rows, depth, c + v * LANES, ldc, accumulate);
+  for (; v + 2 <= vectors; v += 2)
+    product_columns<2>(a, lda, b.skip(v), rows, depth, c + v * LANES, ldc, accumulate);
+  if (v < vectors)
+    product_columns<1>(a, lda, b.skip(v), rows, depth, c + v * LANES, ldc, accumulate);
 }
 
 }  // namespace rg
