@@ -27,7 +27,7 @@ from srt.layers.logprobs import answer_query
 from srt.layers.native_attention import NativeAttentionBackend
 from srt.layers.native_decoder import NativeDecoder, can_run
 from srt.layers.quantization.scheme import choose_quantization, packed_bytes, quantize_modules
-from srt.layers.sampler import sample
+from srt.layers.sampler import mark_broken, sample
 from srt.layers.torch_attention import TorchAttentionBackend
 from srt.mem_cache.kv_cache import KVCache, bytes_per_token
 from srt.memory_plan import DeviceMemory, MemoryPlan, make_memory_plan
@@ -181,11 +181,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, batch: ForwardBatch) -> torch.Tensor:
-        """next_token_ids [b] int64; zeros for a pass of inner chunks, which needs no tokens."""
+        """next_token_ids [b] int64, BROKEN for a row whose numbers are not finite. A pass of inner
+        chunks needs no tokens: zeros, or BROKEN."""
         hidden = self._hidden(batch)
         logits = None
         if batch.sampling is None:
-            next_token_ids = torch.zeros_like(batch.seq_lens)
+            next_token_ids = mark_broken(_last_of_each(hidden, batch))
         else:
             logits = self.model.logits(_last_of_each(hidden, batch))
             next_token_ids = sample(logits, batch.sampling, batch.seq_lens)

@@ -15,6 +15,8 @@ import torch
 from srt.device_copy import to_device
 from srt.sampling_params import SamplingParams
 
+# In the place of a row's token: its logits are not finite numbers. rg_argmax says the same.
+BROKEN = -1
 # Rows whose top_k is at most this need only their best tokens, not the whole vocabulary in order.
 MAX_SHORT_TOP_K = 128
 

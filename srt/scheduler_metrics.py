@@ -53,6 +53,11 @@ _COUNTERS = (
         "recomputed_tokens",
         "Tokens computed again after a retraction.",
     ),
+    (
+        "regather:broken_logits_requests",
+        "broken_requests",
+        "Requests ended because the model computed NaN or infinity for them.",
+    ),
     ("regather:scheduler_steps", "num_steps", "Passes chosen."),
 )
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <vector>
 
@@ -115,10 +116,26 @@ inline void argmax(const float* x, long rows, long size, int64_t* out) {
   for_rows(rows, size / 8, [&](long r) {
     const float* row = x + r * size;
     // The largest value first, then where it is: both loops run at the speed of memory.
+    // NaN compares false with everything, so no maximum shows it: it is looked for beside.
+    const vf most = splat(FLT_MAX);
     vf top = splat(-INFINITY);
-    for (long i = 0; i < whole; i += LANES) top = vmax(loadf(row + i), top);
+    vi good = splat_int(-1);
+    for (long i = 0; i < whole; i += LANES) {
+      const vf x = loadf(row + i);
+      top = vmax(x, top);
+      good &= x <= most;
+    }
     float best = hmax(top);
-    for (long i = whole; i < size; i++) best = std::max(best, row[i]);
+    bool is_good = true;
+    for (int lane = 0; lane < LANES; lane++) is_good &= good[lane] != 0;
+    for (long i = whole; i < size; i++) {
+      best = std::max(best, row[i]);
+      is_good &= row[i] <= FLT_MAX;
+    }
+    if (!is_good || best < -FLT_MAX) {
+      out[r] = -1;
+      return;
+    }
     long at = 0;
     while (at < size - 1 && row[at] != best) at++;
     out[r] = at;

@@ -57,7 +57,8 @@ void rg_rotate(const float* x, int64_t stride, const float* cos, const float* si
   rg::rotate(x, stride, cos, sin, n, heads, dim, y, heads * dim);
 }
 
-// The index of each row's largest value, the lowest among equals.
+// The index of each row's largest value, the lowest among equals; -1 if the row holds NaN or +inf,
+// or nothing but -inf.
 void rg_argmax(const float* x, int64_t rows, int64_t size, int64_t* out) {
   rg::argmax(x, rows, size, out);
 }

@@ -27,7 +27,9 @@ def answer_query(
     nothing was sampled; `next_token_ids` [b]. Never holds more than one block of [rows, vocab]
     beside `logits`."""
     block = max(1, MAX_BLOCK_ELEMENTS // vocab_size)
-    targets = torch.cat([query.targets, next_token_ids[query.sampled_rows]])
+    # Nobody will read the answer about a row that gave no token.
+    sampled = next_token_ids[query.sampled_rows].clamp_(min=0)
+    targets = torch.cat([query.targets, sampled])
     num_prompt = len(query.targets)
 
     def blocks() -> Iterator[torch.Tensor]:

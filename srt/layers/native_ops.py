@@ -85,7 +85,8 @@ def rotate(
 
 
 def argmax(library: ctypes.CDLL, logits: torch.Tensor) -> torch.Tensor:
-    """The place [rows] int64 of each row's largest value, the lowest among equals."""
+    """The place [rows] int64 of each row's largest value, the lowest among equals; -1 for a row
+    that holds NaN or +inf, or nothing but -inf."""
     logits = logits.contiguous()
     out = torch.empty(logits.shape[0], dtype=torch.int64)
     library.rg_argmax(logits.data_ptr(), *logits.shape, out.data_ptr())

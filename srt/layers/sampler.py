@@ -12,6 +12,7 @@ import torch
 
 from srt.layers import native_ops
 from srt.sampling_batch import (
+    BROKEN,
     MAX_SHORT_TOP_K,
     BiasColumns,
     DrawColumns,
@@ -38,17 +39,17 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, seq_lens: torch.Tensor
     temperature, top-k, top-p, min-p, each on what the one before left. Exactly k tokens pass top-k
     (ties: lowest ids), and top-p keeps the smallest set whose probability is at least p.
 
-    A row of NaN, or without any finite logit, gives some token in [0, vocab); it does not raise."""
+    A row that holds NaN or +inf, or no finite logit at all, gives BROKEN. Whether it does is
+    decided on the device: nothing waits for it."""
     logits = adjust_logits(logits, sampling, seq_lens)
     if logits.is_cuda:
         # Not at the top: there is no Triton where there is no CUDA.
         from srt.layers.fused_sampler import choose_tokens
 
-        return choose_tokens(logits, sampling, seq_lens)
-    if sum(len(group) for group in sampling.draws.values()) == sampling.num_rows:
-        next_token_ids = torch.empty_like(seq_lens)
-    else:
-        next_token_ids = _most_likely(logits)
+        next_token_ids = choose_tokens(logits, sampling, seq_lens)
+        # The largest of numbers among which is NaN is NaN.
+        return next_token_ids.masked_fill_(~logits.amax(dim=-1).isfinite(), BROKEN)
+    next_token_ids = _most_likely(logits)
     for path, group in sampling.draws.items():
         block = max(1, MAX_BLOCK_ELEMENTS // logits.shape[1])
         for start in range(0, len(group), block):
@@ -57,13 +58,25 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, seq_lens: torch.Tensor
             # Short of a copy when the group is the whole batch.
             row_logits = logits if len(rows) == len(logits) else logits[rows]
             uniforms = uniform(columns.seed, seq_lens[rows])
-            next_token_ids[rows] = _draw(row_logits, path, columns, uniforms)
+            drawn = _draw(row_logits, path, columns, uniforms)
+            next_token_ids[rows] = drawn.masked_fill_(next_token_ids[rows] == BROKEN, BROKEN)
     return next_token_ids
 
 
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """[b] int64, BROKEN where the row means nothing."""
     library = native_ops.kernels_for(logits)
-    return logits.argmax(dim=-1) if library is None else native_ops.argmax(library, logits)
+    if library is not None:
+        return native_ops.argmax(library, logits)
+    best, ids = logits.max(dim=-1)
+    return ids.masked_fill_(~best.isfinite(), BROKEN)
+
+
+def mark_broken(hidden: torch.Tensor) -> torch.Tensor:
+    """For rows `hidden` [b, size] that are not sampled: BROKEN [b] int64 where one holds NaN or
+    infinity, else 0. What poisons the KV of any token poisons those after it, too."""
+    is_finite = hidden.isfinite().all(dim=-1)
+    return is_finite.logical_not_().long().mul_(BROKEN)
 
 
 def adjust_logits(

@@ -22,6 +22,9 @@ class ReqKV:
     cached_len: int
     node: TreeNode
     admitted_len: int  # cached_len at admission
+    # Tokens whose KV is known to be numbers, so that others may read it: a pass over them or after
+    # them gave logits that were. None once the prompt is computed: all but the newest output's.
+    good_len: int | None
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class ReqMemory:
         self.rows.write(row, 0, match.slots)
         cached = len(match.slots)
         self._kv_lens[row] = cached
-        req.kv = ReqKV(row, cached, match.node, cached)
+        req.kv = ReqKV(row, cached, match.node, cached, good_len=cached)
 
     def extend(self, reqs: list[Req], seq_lens: list[int]) -> Int64Array:
         """Slots [n] for tokens [kv_len, seq_len) of each request, packed, and written to its row.
@@ -101,16 +101,27 @@ class ReqMemory:
         if short > 0:
             self.tree.evict(short)
 
-    def cache_unfinished(self, req: Req) -> None:
-        """Share what `req` has computed so far. Where the tree already had the same tokens, the row
-        is pointed at the tree's slots and the request's own copies are freed."""
+    def trust(self, req: Req, end: int, is_last: bool) -> None:
+        """A pass over tokens [0, end) of `req` has given finite numbers; `is_last` if that was the
+        end of its prompt."""
+        if req.kv is not None:
+            req.kv.good_len = None if is_last else end
+
+    def distrust(self, req: Req) -> None:
+        """What `req` computed is not to be shared: a pass over it gave NaN or infinity."""
+        if req.kv is not None:
+            req.kv.good_len = req.kv.cached_len
+
+    def cache_unfinished(self, req: Req, end: int) -> None:
+        """Share tokens [0, end) of `req`; a pass in flight may have given it slots beyond. Where
+        the tree already had the same tokens, the row is pointed at the tree's slots and the
+        request's own copies are freed."""
         kv = req.kv
         assert kv is not None, f"{req.rid} is not admitted"
         if self.tree.disable:
             return
-        kv_len = self.kv_len(req)
-        tokens = req.tokens(kv_len)
-        slots = self.rows.table[kv.row, :kv_len].astype(np.int64)
+        tokens = req.tokens(end)
+        slots = self.rows.table[kv.row, :end].astype(np.int64)
         had = self.tree.insert(tokens, slots, req.extra_key)
         match = self.tree.match_prefix(tokens, req.extra_key)
         if had > kv.cached_len:
@@ -122,17 +133,19 @@ class ReqMemory:
 
     def release_kv(self, req: Req) -> None:
         """Take back everything `req` holds; finish, abort and retract all end here. What it
-        computed stays in the tree, evictable, for whoever comes with the same tokens: after a
-        retraction, itself."""
+        computed, as far as it is known to be good, stays in the tree, evictable, for whoever comes
+        with the same tokens: after a retraction, itself."""
         kv = req.kv
         assert kv is not None, f"{req.rid} is not admitted"
         kv_len = self.kv_len(req)
         slots = self.rows.table[kv.row, :kv_len].astype(np.int64)
         kept = kv.cached_len
         if not self.tree.disable:
-            had = self.tree.insert(req.tokens(kv_len), slots, req.extra_key)
+            good = min(kv_len, req.fill_len - 1 if kv.good_len is None else kv.good_len)
+            good = max(good, kv.cached_len)
+            had = self.tree.insert(req.tokens(good), slots[:good], req.extra_key)
             self.slots.free(slots[kv.cached_len : had])
-            kept = kv_len // self.slots.page_size * self.slots.page_size
+            kept = good // self.slots.page_size * self.slots.page_size
         self.slots.free(slots[kept:])
         self.tree.unlock(kv.node)
         self.rows.free(kv.row)

@@ -145,9 +145,10 @@ class ScheduleBatch:
 
     def take_tokens(self, next_token_ids: torch.Tensor) -> None:
         """The pass is launched: its tokens [b], still on the device, are what the next one
-        reads."""
-        self.last_token_ids = next_token_ids
-        self.sampling.append_tokens(next_token_ids)
+        reads. A broken row may be in the next pass before it is known to be one: it then reads
+        token 0, since -1 is no token of the vocabulary."""
+        self.last_token_ids = next_token_ids.clamp(min=0)
+        self.sampling.append_tokens(self.last_token_ids)
         self.remaining_cpu = self.remaining_cpu - 1
 
     def snapshot(self) -> ScheduleBatch:

@@ -41,6 +41,7 @@ from srt.managers.scheduler_log import LoadSnapshot, SchedulerLog
 from srt.managers.scheduler_pass import Pass
 from srt.managers.scheduler_view import SchedulerCounters, answer_query
 from srt.managers.step_recorder import StepRecorder, refused_entries, refused_entry
+from srt.sampling_batch import BROKEN
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,18 @@ OOM_MESSAGE = (
 )
 
 
+BROKEN_MESSAGE = (
+    "The model computed NaN or infinity where the logits of the next token should be. Its weights, "
+    "or a number format that this input overflows (see --dtype), are the likely cause."
+)
+
+
 class Runner(Protocol):
     """What computes a pass: the ModelRunner, or a fake in tests."""
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
-        """next_token_ids [b] int64 on the device. On a GPU this returns before they are
-        computed."""
+        """next_token_ids [b] int64 on the device, BROKEN for rows that mean nothing. On a GPU this
+        returns before they are computed."""
 
 
 class Channel(Protocol):
@@ -559,12 +566,12 @@ class Scheduler:
         if self._num_asking:
             self._ask_logprobs(chosen)
         next_token_ids = self.runner.step(chosen.forward)
+        chosen.tokens = HostCopy(next_token_ids)
         if chosen.sampling_rows is not None:
             rows = to_device(np.array(chosen.sampling_rows, dtype=np.int64), self.model.device)
             next_token_ids = next_token_ids[rows]
             batch.filter_batch(chosen.sampling_rows)
         batch.take_tokens(next_token_ids)
-        chosen.tokens = HostCopy(next_token_ids)
         if chosen.logprobs is not None:
             chosen.logprobs.fetch()
         chosen.batch = batch.snapshot()
@@ -590,7 +597,13 @@ class Scheduler:
         tokens is the one device sync of a step: whether a request goes on depends on them."""
         assert done.tokens is not None, "processed before it was launched"
         batch = done.batch
-        tokens: list[int] = done.tokens.wait()[0].tolist()
+        ids: list[int] = done.tokens.wait()[0].tolist()
+        if BROKEN in ids:
+            self._end_broken(done, ids)
+        for req, end in done.ends():
+            self.memory.trust(req, end, is_last=req is not done.chunked)
+        sampled = done.sampling_rows
+        tokens = ids if sampled is None else [ids[row] for row in sampled]
         rows: Sequence[int] = range(len(tokens))
         if done.has_late_ends:
             rows = [row for row, req in enumerate(batch.reqs) if not req.has_ended]
@@ -622,11 +635,26 @@ class Scheduler:
         self._note_pass(done, len(rows))
         self.profiler.after_pass()
 
+    def _end_broken(self, done: Pass, ids: list[int]) -> None:
+        """End the requests whose rows mean nothing, before their tokens or their KV get anywhere.
+        The rest of the pass then sees requests that have ended."""
+        for req in done.reqs_of(row for row, token in enumerate(ids) if token == BROKEN):
+            if req.has_ended:
+                continue
+            self.memory.distrust(req)
+            reason = FinishReason(
+                FinishType.ABORT, None, BROKEN_MESSAGE, 500, "InternalServerError"
+            )
+            self._end_without_token(req, reason)
+            self.counters.broken_requests += 1
+            self.log.on_broken(req.rid)
+        done.has_late_ends = True
+
     def _settle_extended(self, done: Pass, out: BatchTokenOut) -> None:
         """Share what was computed; tell when first tokens started; end requests for no tokens."""
-        for req in done.extended:
+        for req, end in done.ends():
             if req.kv is not None:
-                self.memory.cache_unfinished(req)
+                self.memory.cache_unfinished(req, end)
                 if req.max_new_tokens == 0 and req is not done.chunked:
                     self._end(req, FinishReason(FinishType.LENGTH))
                     done.record.finished[req.rid] = FinishType.LENGTH.value

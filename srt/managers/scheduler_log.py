@@ -46,7 +46,8 @@ class SchedulerLog:
         self._last_prefill = self._last_decode = clock()
         self._decode_steps = 0
         self._decode_tokens = 0
-        self._last_advice = -ADVICE_INTERVAL
+        self._last_advice = self._last_broken = -ADVICE_INTERVAL
+        self._num_broken = 0  # not in a line yet
         self.gen_throughput = 0.0  # tokens/s of the last decode interval
 
     def on_prefill(
@@ -110,3 +111,15 @@ class SchedulerLog:
 
     def on_last_aborted(self, rid: str) -> None:
         logger.warning(f"retract_decode: aborted last request {rid} due to OOM")
+
+    def on_broken(self, rid: str) -> None:
+        """A broken model may break every request: one line in ADVICE_INTERVAL tells of them."""
+        self._num_broken += 1
+        now = self._clock()
+        if now - self._last_broken >= ADVICE_INTERVAL:
+            self._last_broken = now
+            logger.error(
+                f"NaN or infinity in the logits: aborted request {rid}, #aborted since the last "
+                f"such line: {self._num_broken}"
+            )
+            self._num_broken = 0

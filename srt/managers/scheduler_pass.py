@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from srt.device_copy import HostCopy
@@ -24,9 +25,23 @@ class Pass:
     extended: list[Req] = field(default_factory=list)
     chunked: Req | None = None  # of `extended`, who is in mid-chunk after it
     sampling_rows: list[int] | None = None  # rows of `forward` that sample; None: all
-    tokens: HostCopy | None = None  # [len(batch)] int64, once launched
+    # [rows of `forward`] int64, once launched; those that do not sample are there to say whether
+    # they are broken.
+    tokens: HostCopy | None = None
     logprobs: LogprobPlan | None = None  # None: nobody asks
     has_late_ends: bool = False  # someone in it ended after its launch
+
+    def ends(self) -> Iterable[tuple[Req, int]]:
+        """Each of `extended` with the tokens it has KV for once the pass has run."""
+        # They come first in `forward`, before those that ride along.
+        return zip(self.extended, self.forward.seq_lens_cpu, strict=False)
+
+    def reqs_of(self, rows: Iterable[int]) -> list[Req]:
+        """The requests of `rows` of `forward`, those that do not sample included."""
+        sampling = range(len(self.batch)) if self.sampling_rows is None else self.sampling_rows
+        of_row = dict(enumerate(self.extended))
+        of_row |= zip(sampling, self.batch.reqs, strict=True)
+        return [of_row[row] for row in rows]
 
     @property
     def is_extend(self) -> bool:

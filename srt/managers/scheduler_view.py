@@ -42,6 +42,7 @@ class SchedulerCounters:
         self.retracted_input_tokens = 0
         self.retracted_output_tokens = 0
         self.ended: Counter[str] = Counter()  # by type of finish reason
+        self.broken_requests = 0  # ended because their logits were not numbers
         self.ms: dict[str, float] = {}  # by part of a step
 
     def on_pass(self, phase: str, num_tokens: int, stats: PassStats) -> None:
@@ -134,6 +135,7 @@ def internal_state(scheduler: Scheduler) -> dict[str, Any]:
         "retracted_requests": dict(counters.retracted_requests),
         "retracted_input_tokens": counters.retracted_input_tokens,
         "retracted_output_tokens": counters.retracted_output_tokens,
+        "broken_requests": counters.broken_requests,
         "ended": dict(counters.ended),
         "step_ms": dict(counters.ms),
         "settings": current_settings(scheduler),

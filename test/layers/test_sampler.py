@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from srt.layers.sampler import adjust_logits, sample, uniform
-from srt.sampling_batch import SamplingBatch
+from srt.layers import native_ops
+from srt.layers.sampler import adjust_logits, mark_broken, sample, uniform
+from srt.sampling_batch import BROKEN, SamplingBatch
 from srt.sampling_params import SamplingParams
 
 VOCAB_SIZE = 300
@@ -365,16 +366,37 @@ def test_adjusting_leaves_the_callers_logits_and_the_neighbours_alone():
 @pytest.mark.parametrize(
     "knobs", [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}]
 )
-def test_a_row_of_logits_that_mean_nothing_still_gives_a_token_and_spares_its_neighbours(
-    knobs, bad
-):
+def test_a_row_of_logits_that_mean_nothing_is_marked_and_spares_its_neighbours(knobs, bad):
     params = SamplingParams(sampling_seed=3, **knobs)
     good = Row(params, random_logits(1))
     broken = Row(params, np.full(VOCAB_SIZE, bad, np.float32))
     partly = Row(params, np.where(np.arange(VOCAB_SIZE) == 5, bad, random_logits(1)))
-    tokens = sampled([good, broken, partly, good])
-    assert all(0 <= token < VOCAB_SIZE for token in tokens)
+    greedy = Row(SamplingParams(temperature=0.0), broken.logits)
+    tokens = sampled([good, broken, partly, good, greedy])
+    assert tokens[1] == tokens[4] == BROKEN
     assert [tokens[0], tokens[3]] == sampled([good]) * 2
+    # A single forbidden token is no matter.
+    assert tokens[2] == (tokens[0] if bad == -np.inf else BROKEN)
+
+
+@pytest.mark.parametrize("place", [0, 5, 287, 288, 299])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_one_bad_logit_anywhere_marks_a_row(monkeypatch, bad, place, has_kernels):
+    if not has_kernels:
+        monkeypatch.setattr(native_ops, "kernels_for", lambda logits: None)
+    logits = random_logits(1)
+    logits[place] = bad
+    greedy = SamplingParams(temperature=0.0)
+    penalized = SamplingParams(temperature=0.0, logit_bias={place: -1e30}, repetition_penalty=1.5)
+    assert sampled([Row(greedy, logits), Row(greedy, random_logits(1))])[0] == BROKEN
+    assert sampled([Row(penalized, logits), Row(greedy, random_logits(1))])[0] == BROKEN
+
+
+def test_only_hidden_rows_that_are_not_finite_are_marked():
+    hidden = torch.ones(4, 8)
+    hidden[1, 3], hidden[2, 7] = torch.nan, -torch.inf
+    assert mark_broken(hidden).tolist() == [0, BROKEN, BROKEN, 0]
 
 
 def test_forbidden_tokens_are_never_drawn():

@@ -11,6 +11,7 @@ import torch
 
 from srt.forward_batch import ForwardBatch
 from srt.mem_cache.req_to_token_pool import ReqToTokenPool
+from srt.sampling_batch import BROKEN
 
 MODULUS = 1_000_003
 
@@ -27,6 +28,8 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.kv = np.full(num_slots, -1, dtype=np.int64)  # token at each slot
         self.batches: list[ForwardBatch] = []
+        # Tokens after which nothing means anything, as those whose weights hold NaN.
+        self.poison: set[int] = set()
 
     def step(self, batch: ForwardBatch) -> torch.Tensor:
         self.batches.append(batch)
@@ -36,7 +39,9 @@ class FakeRunner:
         self.kv[slots] = batch.input_ids.numpy()
         ids = []
         for row, seq_len in zip(batch.req_pool_indices.tolist(), batch.seq_lens_cpu, strict=True):
-            ids.append(next_token(self.kv[self.rows.table[row, :seq_len]], self.vocab_size))
+            tokens = self.kv[self.rows.table[row, :seq_len]]
+            is_broken = not self.poison.isdisjoint(tokens.tolist())
+            ids.append(BROKEN if is_broken else next_token(tokens, self.vocab_size))
         assert batch.seq_lens.tolist() == batch.seq_lens_cpu
         return torch.tensor(ids, dtype=torch.int64)
 

@@ -114,7 +114,7 @@ def test_a_shared_prefix_is_held_once():
     second.input_ids = np.append(common, np.int32(2))
     memory.admit(first)
     memory.extend([first], [81])
-    memory.cache_unfinished(first)
+    memory.cache_unfinished(first, memory.kv_len(first))
     memory.admit(second)
     memory.extend([second], [81])
     batch = ScheduleBatch.from_reqs([first, second], [81, 81], LIMITS)
