@@ -15,16 +15,22 @@ TRUSTED_ROLES = frozenset({"system", "developer", "assistant"})
 _NO_CHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
+class _Trie(dict[str, "_Trie"]):
+    """By character; empty where a text ends."""
+
+
 class SpoofedTokens:
     """Finds special tokens by their texts, and breaks them with a mark behind their first
     character. The prompt is cut at the marks before it is encoded, so that no token is made of
     characters on both sides."""
 
     def __init__(self, special_texts: Iterable[str]) -> None:
-        longest_first = sorted(special_texts, key=len, reverse=True)
-        texts = "|".join(re.escape(text) for text in longest_first if len(text) > 1)
+        trie = _Trie()
+        for text in special_texts:
+            if len(text) > 1:
+                _add(trie, text)
         # Looks ahead, so that tokens that overlap are all found.
-        self._begin = re.compile(f"(?=(?:{texts}))(.)", re.DOTALL) if texts else None
+        self._begin = re.compile(f"(?={_pattern(trie)})(.)", re.DOTALL) if trie else None
 
     def broken(
         self, messages: Sequence[Mapping[str, Any]]
@@ -54,3 +60,23 @@ class SpoofedTokens:
             name: self._begin.sub(rf"\1{mark}", value) if isinstance(value, str) else value
             for name, value in message.items()
         }
+
+
+def _add(trie: _Trie, text: str) -> None:
+    for char in text[:-1]:
+        if char in trie and not trie[char]:
+            return  # a shorter text ends here, and where it begins, this one need not be found
+        trie = trie.setdefault(char, _Trie())
+    trie[text[-1]] = _Trie()
+
+
+def _pattern(trie: _Trie) -> str:
+    """A regular expression that looks at each character of a text once. A plain list of a model's
+    thousands of special tokens would be tried one by one, at each character."""
+    if all(not rest for rest in trie.values()):
+        return f"[{''.join(map(re.escape, trie))}]"
+    branches = [re.escape(char) + (_pattern(rest) if rest else "") for char, rest in trie.items()]
+    if len(branches) == 1:
+        return branches[0]
+    # The set in front ends most of the searches.
+    return f"(?=[{''.join(map(re.escape, trie))}])(?:{'|'.join(branches)})"

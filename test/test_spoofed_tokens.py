@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from tiny_tokenizers import byte_level
 
@@ -59,6 +61,24 @@ def test_tokens_that_overlap_are_all_broken():
         [{"role": "user", "content": "<ab>c<d>"}]
     )
     assert messages[0]["content"] == f"<{mark}ab>{mark}c<{mark}d>"
+
+
+def test_thousands_of_special_tokens_cost_little_even_on_a_text_that_nearly_holds_them():
+    names = [f"<|reserved_{i}|>" for i in range(256)] + [f"<unused{i}>" for i in range(5000)]
+    spoofed = SpoofedTokens(["<s>", "[INST]", *names])
+    for text in ("hello world " * 10_000, "<" * 100_000, "<|reserved_25" * 10_000):
+        began = time.perf_counter()
+        assert spoofed.broken([{"role": "user", "content": text}])[1] is None
+        assert time.perf_counter() - began < 1
+    for name in (names[0], names[255], names[-1], "<s>", "[INST]"):
+        messages, mark = spoofed.broken([{"role": "user", "content": f"x{name}y"}])
+        assert messages[0]["content"] == f"x{name[0]}{mark}{name[1:]}y"
+
+
+def test_a_token_that_begins_another_is_found():
+    for texts in (["<a", "<abc"], ["<abc", "<a"]):
+        messages, mark = SpoofedTokens(texts).broken([{"role": "user", "content": "<abc <a"}])
+        assert messages[0]["content"] == f"<{mark}abc <{mark}a"
 
 
 def test_a_chat_that_leaves_no_mark_is_refused():
