@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import orjson
 from aiohttp import hdrs, web
 
 from srt.request_error import RequestError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 TENANT_HEADER = "X-Tenant"
+# Text of this size is tokenized in some 10 ms.
+MAX_QUICK_BYTES = 20_000
 # Seconds that a body may take to arrive.
 BODY_TIMEOUT = web.AppKey("body_timeout", float)
 # Whose key a request brought, None if that is not known.
@@ -50,6 +55,17 @@ async def read_json(request: web.Request) -> Any:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"The body is not valid JSON in UTF-8: {error}") from error
+
+
+async def apart_if_large(
+    request: web.Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """The result of `work` on a request's text: in a thread if the body is large, since tokenizing
+    that much would hold up every open stream."""
+    size = request.content_length
+    if size is not None and size <= MAX_QUICK_BYTES:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from srt.chat_prompt import chat_input_ids
 from srt.generate_api import cache_namespace, error_of
-from srt.http_json import json_response, read_json, tenant_of
+from srt.http_json import apart_if_large, json_response, read_json, tenant_of
 from srt.json_fields import optional, refuse_unsupported, seconds, token_ids, type_error
 from srt.logprob_options import LogprobOptions
 from srt.managers.req_state import ReqState
@@ -97,7 +97,7 @@ class OpenAIRoutes:
         _refuse_tools(body)
         tokenizer = self._get_manager().tokenizer
         logprobs = chat_options(body)
-        prompt = chat_input_ids(tokenizer, body)
+        prompt = await apart_if_large(request, chat_input_ids, tokenizer, body)
         call = _call(body, [prompt], tenant_of(request), arrival_time, logprobs)
         make_logprobs = partial(ChatLogprobs, tokenizer) if logprobs else None
         return await self._answer(request, body, call, ChatShape(make_logprobs))

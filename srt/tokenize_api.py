@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from srt.chat_prompt import chat_input_ids
-from srt.http_json import json_response, read_json
+from srt.http_json import apart_if_large, json_response, read_json
 from srt.json_fields import optional, token_ids, type_error
 from srt.managers.tokenizer_manager import TokenizerManager
 from srt.request_error import RequestError
@@ -32,7 +32,7 @@ class TokenizeRoutes:
         manager = self._get_manager()
         max_model_len = manager.context_len
         if body.get("messages") is not None:
-            tokens = chat_input_ids(manager.tokenizer, body)
+            tokens = await apart_if_large(request, chat_input_ids, manager.tokenizer, body)
             return json_response(
                 {"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len}
             )
@@ -40,8 +40,9 @@ class TokenizeRoutes:
         texts = [prompt] if isinstance(prompt, str) else prompt
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise type_error(prompt, "a string or a list of strings", "prompt")
-        encoded = manager.tokenizer.encode_batch(
-            texts, optional(body, "add_special_tokens", bool, True)
+        add_special_tokens = optional(body, "add_special_tokens", bool, True)
+        encoded = await apart_if_large(
+            request, manager.tokenizer.encode_batch, texts, add_special_tokens
         )
         counts = [len(ids) for ids in encoded]
         is_one = isinstance(prompt, str)

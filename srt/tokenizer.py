@@ -31,6 +31,9 @@ SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 
+# Of a chat: from here on other threads may go on while it is encoded, which costs a little.
+_MANY_CHARS = 20_000
+
 
 class Tokenizer:
     """One model's tokenizer.
@@ -179,7 +182,11 @@ class Tokenizer:
             **variables,
         )
         parts = [text] if mark is None else text.split(mark)
-        return [i for part in parts for i in self.encode(part, add_special_tokens=False)]
+        if len(text) > _MANY_CHARS:
+            encoded = self.encode_batch(parts, add_special_tokens=False)
+        else:
+            encoded = [self.encode(part, add_special_tokens=False) for part in parts]
+        return [token_id for ids in encoded for token_id in ids]
 
     def _chat_template(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if tools and "tool_use" in self.chat_templates:

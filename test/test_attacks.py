@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 
 import pytest
@@ -162,6 +163,36 @@ def test_a_models_name_opens_no_file_and_adds_no_header(tmp_path, name):
             assert (await http.post(COMPLETIONS, body))[0] == 200
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hello world " * 100_000}]}),
+        (COMPLETIONS, {"prompt": "hello world " * 100_000}),
+        ("/tokenize", {"prompt": "hello world " * 100_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "hello world " * 100_000}]}),
+    ],
+)
+def test_a_long_text_does_not_hold_up_the_others_while_it_is_tokenized(
+    tmp_path, monkeypatch, path, body
+):
+    threads = []
+
+    async def scenario():
+        async with serving_fake(tmp_path) as http:
+            tokenizer = http.manager.tokenizer
+            encode_batch = tokenizer.encode_batch
+
+            def noting(*args, **kwargs):
+                threads.append(threading.current_thread())
+                return encode_batch(*args, **kwargs)
+
+            monkeypatch.setattr(tokenizer, "encode_batch", noting)
+            assert (await http.post(path, body))[0] == (200 if path == "/tokenize" else 400)
+
+    asyncio.run(scenario())
+    assert threads and threading.main_thread() not in threads
 
 
 # --- chat templates ---
