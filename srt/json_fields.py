@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from srt.request_error import RequestError
@@ -68,6 +68,18 @@ def token_ids(value: Any, name: str) -> list[int]:
         if type(token_id) is not int:
             raise type_error(token_id, "a token id", name)
     return value
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """RequestError for an id that is no token's, before it is looked up anywhere."""
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    bad = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+    raise RequestError(
+        f"{name} holds token id {bad}, which is outside the vocabulary of {vocab_size} tokens "
+        f"(ids 0 to {vocab_size - 1}).",
+        param=name,
+    )
 
 
 def _is_off(value: Any) -> bool:

@@ -14,7 +14,14 @@ from aiohttp import web
 from srt.chat_prompt import chat_input_ids
 from srt.generate_api import cache_namespace, error_of
 from srt.http_json import apart_if_large, json_response, read_json, tenant_of
-from srt.json_fields import optional, refuse_unsupported, seconds, token_ids, type_error
+from srt.json_fields import (
+    check_vocabulary,
+    optional,
+    refuse_unsupported,
+    seconds,
+    token_ids,
+    type_error,
+)
 from srt.logprob_options import LogprobOptions
 from srt.managers.req_state import ReqState
 from srt.managers.request_preparer import GenerateReqInput
@@ -82,9 +89,13 @@ class OpenAIRoutes:
         body = await _read_object(request)
         prompts = _completion_prompts(body)
         echoes = [""] * len(prompts)
-        tokenizer = self._get_manager().tokenizer
+        manager = self._get_manager()
+        tokenizer = manager.tokenizer
         echo = optional(body, "echo", bool, False)
         if echo:
+            for prompt in prompts:
+                if not isinstance(prompt, str):
+                    check_vocabulary(prompt, manager.model_config.vocab_size, "prompt")
             echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
         logprobs = completion_options(body, echo)
         call = _call(body, prompts, tenant_of(request), arrival_time, logprobs)

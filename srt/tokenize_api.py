@@ -9,9 +9,9 @@ from aiohttp import web
 
 from srt.chat_prompt import chat_input_ids
 from srt.http_json import apart_if_large, json_response, read_json
-from srt.json_fields import optional, token_ids, type_error
+from srt.json_fields import check_vocabulary, optional, token_ids, type_error
 from srt.managers.tokenizer_manager import TokenizerManager
-from srt.request_error import RequestError
+from srt.tokenizer import Tokenizer
 
 
 class TokenizeRoutes:
@@ -64,15 +64,12 @@ class TokenizeRoutes:
         members: Any = tokens if is_batch else [tokens]
         lists = [token_ids(ids, "tokens") for ids in members]
         manager = self._get_manager()
-        vocab_size = manager.model_config.vocab_size
         for ids in lists:
-            for token_id in ids:
-                if not 0 <= token_id < vocab_size:
-                    raise RequestError(
-                        f"tokens holds token id {token_id}, which is outside the vocabulary of "
-                        f"{vocab_size} tokens.",
-                        param="tokens",
-                    )
+            check_vocabulary(ids, manager.model_config.vocab_size, "tokens")
         skip = optional(body, "skip_special_tokens", bool, True)
-        texts = [manager.tokenizer.decode(ids, skip_special_tokens=skip) for ids in lists]
+        texts = await apart_if_large(request, _decode_all, manager.tokenizer, lists, skip)
         return json_response({"text": texts if is_batch else texts[0]})
+
+
+def _decode_all(tokenizer: Tokenizer, lists: list[list[int]], skip_special: bool) -> list[str]:
+    return [tokenizer.decode(ids, skip_special_tokens=skip_special) for ids in lists]

@@ -195,6 +195,17 @@ def test_a_long_text_does_not_hold_up_the_others_while_it_is_tokenized(
     assert threads and threading.main_thread() not in threads
 
 
+@pytest.mark.parametrize("bad", [-1, 10**9, 2**63, 10**19])
+def test_an_echo_of_ids_that_no_token_has_is_refused(tmp_path, bad):
+    async def scenario():
+        async with serving_fake(tmp_path) as http:
+            for prompt in ([bad], [5, bad], [[5], [bad]]):
+                status, answer = await http.post(COMPLETIONS, {"prompt": prompt, "echo": True})
+                assert status == 400, answer
+
+    asyncio.run(scenario())
+
+
 # --- chat templates ---
 
 

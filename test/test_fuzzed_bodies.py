@@ -59,7 +59,17 @@ def mutated_bodies(draw):
                 end = min((i for i in (after.find(b","), after.find(b"}")) if i >= 0), default=0)
                 data = before + name + draw(st.sampled_from(ODD_VALUES)) + after[end:]
         elif kind in ("add", "twice"):
-            known = ["stream", "rid", "user", "timeout", "return_logprob", "n", "model", "stop"]
+            known = [
+                "stream",
+                "rid",
+                "user",
+                "timeout",
+                "return_logprob",
+                "n",
+                "model",
+                "stop",
+                "echo",
+            ]
             name = draw(st.sampled_from(fields if kind == "twice" else known)).encode()
             value = draw(st.sampled_from(ODD_VALUES))
             data = data[:-1] + b',"' + name + b'":' + value + b"}"

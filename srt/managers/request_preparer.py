@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from srt.json_fields import check_vocabulary
 from srt.logprob_options import LogprobOptions
 from srt.managers.io_struct import ReadyMsg, TokenizedGenerateReq
 from srt.managers.stop_matcher import StopMatcher
@@ -202,19 +203,8 @@ class RequestPreparer:
             if not ids:
                 raise RequestError("input_ids cannot be empty.", param="input_ids")
             if not isinstance(prompt, str):
-                self._check_ids(ids)
+                check_vocabulary(ids, self.model_config.vocab_size, "input_ids")
         return ids_of
-
-    def _check_ids(self, ids: list[int]) -> None:
-        vocab_size = self.model_config.vocab_size
-        if min(ids) >= 0 and max(ids) < vocab_size:
-            return
-        bad = next(t for t in ids if not 0 <= t < vocab_size)
-        raise RequestError(
-            f"input_ids holds token id {bad}, which is outside the vocabulary of {vocab_size} "
-            f"tokens (ids 0 to {vocab_size - 1}).",
-            param="input_ids",
-        )
 
     def _fit(
         self,
