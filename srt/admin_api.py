@@ -86,7 +86,7 @@ class AdminRoutes:
     async def change_scheduler(self, request: web.Request) -> web.Response:
         """Change some of them, all or none; the answer is how they all are now."""
         values = await _read_object(request)
-        return json_response(await self._get_manager().change_settings(values))
+        return json_response(await self._get_manager().change_settings(_scalars(values)))
 
     async def set_internal_state(self, request: web.Request) -> web.Response:
         """The same under SGLang's name: `{"server_args": {...}}`."""
@@ -94,7 +94,7 @@ class AdminRoutes:
         values = optional(body, "server_args", dict, None)
         if values is None:
             raise RequestError("server_args is missing.", param="server_args")
-        settings = await self._get_manager().change_settings(values)
+        settings = await self._get_manager().change_settings(_scalars(values))
         return json_response({"updated": True, "server_args": settings})
 
     # --- what goes on ---
@@ -130,6 +130,15 @@ async def _read_object(request: web.Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise type_error(body, "a map", None)
     return body
+
+
+def _scalars(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings as a client sent them. No setting is a list or a map, and one that is nested deeply
+    could not cross to the scheduler."""
+    for name, value in values.items():
+        if isinstance(value, (list, dict)):
+            raise type_error(value, "a number, a string or null", name[:100])
+    return values
 
 
 def _seconds(text: str, name: str) -> float:

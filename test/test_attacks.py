@@ -206,6 +206,27 @@ def test_an_echo_of_ids_that_no_token_has_is_refused(tmp_path, bad):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("value", [[], {}, "deep"])
+def test_a_setting_is_no_list_and_crosses_to_no_scheduler(tmp_path, value):
+    async def scenario():
+        async with serving_fake(tmp_path) as http:
+            data = json.dumps({"max_running_requests": value}).replace(
+                '"deep"', "[" * 900 + "]" * 900
+            )
+            nested = f'{{"server_args": {data}}}'
+            for method, path, body in (
+                ("PATCH", "/v1/scheduler", data),
+                ("POST", "/set_internal_state", nested),
+            ):
+                headers = {"Content-Type": "application/json"}
+                async with http.session.request(method, path, data=body, headers=headers) as got:
+                    assert got.status == 400
+                    assert "`max_running_requests`" in (await got.json())["message"]
+            assert not http.fake.received
+
+    asyncio.run(scenario())
+
+
 # --- chat templates ---
 
 

@@ -125,7 +125,7 @@ def test_no_broken_body_is_our_failure(tmp_path):
 
 @pytest.mark.slow
 def test_no_broken_body_is_our_failure_at_length(tmp_path):
-    fuzz(tmp_path, 3000)
+    fuzz(tmp_path, 2000)
 
 
 @pytest.mark.parametrize("seed", range(3))
