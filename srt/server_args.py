@@ -120,6 +120,12 @@ class ServerArgs:
     watchdog_timeout: float = option(
         300.0, "seconds without a turn of the scheduler loop after which it is replaced", low=0.5
     )
+    load_timeout: float | None = option(
+        None,
+        "seconds after which a replacement that still loads is taken to hang; else ten times what "
+        "the first one took, at least 60",
+        low=0.1,
+    )
     crash_dump_folder: str | None = option(
         None, "where to leave a crash dump on giving up; else the folder for temporary files"
     )

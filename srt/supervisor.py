@@ -32,6 +32,10 @@ STACKS_SECONDS = 0.5
 # Between two looks at the heartbeat, and at a suspect on trial.
 LOOK_SECONDS = 0.5
 TRIAL_LOOK_SECONDS = 0.05
+# A replacement may take so many times as long to load as the first scheduler did (its files are in
+# the page cache by then, but the machine may be busy), and at least so many seconds.
+LOAD_TIME_FACTOR = 10.0
+MIN_LOAD_SECONDS = 60.0
 # Passes that the log shows of a scheduler that died.
 SHOWN_PASSES = 5
 
@@ -53,11 +57,16 @@ class Supervisor:
         self._restarts: list[float] = []  # time.monotonic() of those in the window
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        self._begun = time.monotonic()
+        self._load_timeout = args.load_timeout
         manager.on_lost = self._on_lost
         self._watch(scheduler)
 
     def start(self) -> None:
         """The first scheduler is ready: from now on it is replaced."""
+        if self._load_timeout is None:
+            first = time.monotonic() - self._begun
+            self._load_timeout = max(MIN_LOAD_SECONDS, LOAD_TIME_FACTOR * first)
         self._task = asyncio.create_task(self._run(), name="supervisor")
 
     async def close(self) -> None:
@@ -123,6 +132,7 @@ class Supervisor:
 
     async def _run(self) -> None:
         try:
+            await self._clear_folder()
             while self._manager.status is not ServerStatus.DEAD:
                 await self._replace(await self._next_loss())
         except Exception as error:
@@ -153,13 +163,35 @@ class Supervisor:
         self._watch(scheduler)
         ready = self._manager.connect(FrontendChannel(scheduler.ipc_dir))
         outcomes: set[asyncio.Future[Any]] = {ready, self._lost}
-        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            outcomes, timeout=self._load_timeout, return_when=asyncio.FIRST_COMPLETED
+        )
         if not ready.done():
-            return  # it died while it loaded; the next turn of the loop sees that
+            # The next turn of the loop sees that it died while it loaded, or hangs there.
+            if not self._lost.done():
+                await self._dump_stacks()
+                self._on_lost(
+                    f"The new scheduler was not ready after {self._load_timeout:.1f} s "
+                    "(--load-timeout)."
+                )
+            return
         count = self._manager.resubmit(self._quarantine.held)
         logger.warning(
             "The scheduler was replaced in %.1f s; %d requests go on", time.monotonic() - now, count
         )
+        await self._clear_folder()
+
+    async def _clear_folder(self) -> None:
+        """Once both sockets are connected and the black box is mapped nobody needs their names any
+        more. So a `kill -9`, after which nobody could, leaves nothing to remove. An answer shows
+        that they are connected."""
+        state = asyncio.create_task(self._manager.control.internal_state(None))
+        outcomes: set[asyncio.Future[Any]] = {state, self._lost}
+        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        if state.done():
+            self._scheduler.clear_folder()
+        state.cancel()
+        await asyncio.gather(state, return_exceptions=True)
 
     def _give_up(self, description: str, passes: list[dict[str, object]]) -> None:
         folder = self._args.crash_dump_folder

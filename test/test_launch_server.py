@@ -18,6 +18,7 @@ import pytest
 from tiny_model import fake_handle_class, write_tiny_model
 
 import launch.launch_server
+import srt.supervisor
 from launch.launch_server import READY_LINE, StartError, listen, main
 from srt.managers.io_struct import TokenizedGenerateReq
 
@@ -162,6 +163,30 @@ def test_a_dead_scheduler_is_replaced_and_an_open_request_goes_on(tmp_path, made
     assert len(again.output_ids) == 2 and again.resume.was_admitted
     assert any("was replaced in" in message for message in caplog.messages)
     assert not any(each.ipc_dir.exists() for each in made)
+
+
+def test_a_replacement_that_hangs_while_it_loads_is_replaced(tmp_path, made, monkeypatch, caplog):
+    launch.launch_server.SchedulerHandle.hanging = frozenset({1})
+    # Nothing to dump the stacks of: the process of the fake is this one.
+    monkeypatch.setattr(srt.supervisor.Supervisor, "_dump_stacks", _no_stacks)
+    port = free_port()
+
+    def work():
+        wait_until(lambda: ready(port))
+        made[0].fake.die("the card fell out")
+        wait_until(lambda: len(made) == 3 and ready(port))
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 3}}
+        assert json.loads(request(port, "POST", "/generate", body)[1])["text"] == "abc"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    argv = ["--model-path", str(write_tiny_model(tmp_path)), "--port", str(port)]
+    with client_thread(work):
+        assert main([*argv, "--load-timeout", "0.3"]) == 0
+    assert any("was not ready after 0.3 s (--load-timeout)" in text for text in caplog.messages)
+
+
+async def _no_stacks(supervisor):
+    pass
 
 
 def test_the_warm_up_runs_before_the_server_is_ready_unless_skipped(tmp_path, made):

@@ -39,6 +39,7 @@ OTHER_VALUES = {
     "body_timeout": 1.5,
     "max_restarts": 2,
     "watchdog_timeout": 12.5,
+    "load_timeout": 120.0,
     "crash_dump_folder": "some/folder",
     "drain_timeout": 5.5,
     "header_timeout": 2.5,

@@ -50,6 +50,7 @@ class FakeHandle:
     """Stands where SchedulerHandle does, with a FakeScheduler for a process."""
 
     made: list[FakeHandle]
+    hanging: frozenset[int] = frozenset()  # which of them never finish loading
 
     def __init__(self, args: Any, model_path: Path) -> None:
         self._args, self._model_path = args, model_path
@@ -63,7 +64,13 @@ class FakeHandle:
         return type(self)(self._args, self._model_path)
 
     def watch(self, on_exit: Callable[[str], None]) -> None:
-        self.fake.start()  # not before: it would wait to say "ready" to nobody
+        if self.made.index(self) not in self.hanging:
+            self.fake.start()  # not before: it would wait to say "ready" to nobody
+
+    def clear_folder(self) -> None:
+        for file in self.ipc_dir.glob("*"):
+            file.unlink()
+        self.ipc_dir.rmdir()
 
     def stop(self, timeout: float = 5.0) -> None:
         if self.fake.is_alive():

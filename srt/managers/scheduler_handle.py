@@ -72,6 +72,10 @@ class SchedulerHandle:
 
         threading.Thread(target=wait, daemon=True, name="scheduler-watch").start()
 
+    def clear_folder(self) -> None:
+        """Remove the names of the sockets, which are connected by now."""
+        shutil.rmtree(self.ipc_dir, ignore_errors=True)
+
     def stop(self, timeout: float = 5.0) -> None:
         """End the process, by force after `timeout` s, and remove the folder. Twice is fine."""
         if self.process.poll() is None:

@@ -41,9 +41,12 @@ class RealServer:
         # Short, since socket paths are limited; ours, since a killed server leaves its own behind.
         self._temp = tempfile.TemporaryDirectory(prefix="rg-")
         self.log_file = Path(self._temp.name) / "log.txt"
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "launch_server", "--port", str(self.port), *argv],
+        self.process = self.launch()
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "launch_server", "--port", str(self.port), *self.argv],
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,

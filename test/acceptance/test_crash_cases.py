@@ -68,6 +68,25 @@ def scheduler_of_or_none(server: RealServer) -> psutil.Process | None:
 
 
 @pytest.mark.slow
+def test_a_killed_main_process_leaves_no_child_no_folder_and_a_free_port(tiny_folder: Path) -> None:
+    server = start(tiny_folder, "--max-total-tokens", "4096")
+    try:
+        server.wait_ready()
+        child = scheduler_of(server)
+        stream = server.stream("/generate", text="a", sampling_params={"max_new_tokens": 1000})
+        next(stream)
+        server.process.kill()
+        _, alive = psutil.wait_procs([child], timeout=5)
+        assert not alive
+        assert list(server.log_file.parent.glob("regather-*")) == []
+        server.process = server.launch()
+        server.wait_ready()
+        assert server.ids("a", max_new_tokens=3)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
 def test_streams_go_on_after_the_scheduler_was_killed_and_stopped(watched: RealServer) -> None:
     """Killed, then frozen: every request has the tokens that it has undisturbed, and each once."""
     alone = [watched.ask("/generate", **body) for body in bodies()]
