@@ -190,18 +190,19 @@ async def overload(args: argparse.Namespace) -> dict[str, Any]:
     problems: list[str] = []
     async with (
         chaos_server([*shlex.split(args.server), *limits], args.port) as server,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+        aiohttp.ClientSession() as http,
     ):
         before = server.footprint()
         for num_clients in [rows, rows * OVERLOAD] * 2:
             begin, tally = time.monotonic(), Tally()
             begun = await _generated(server, http)
-            work = (
-                _flood(http, server.url, bodies, begin + args.overload, i, tally)
-                for i in range(num_clients)
-            )
             watch = asyncio.create_task(_generated_at(server, http, begin + args.overload))
-            await asyncio.gather(*work)
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as clients:
+                work = (
+                    _flood(clients, server.url, bodies, begin + args.overload, i, tally)
+                    for i in range(num_clients)
+                )
+                await asyncio.gather(*work)
             ended, at = await watch
             throughputs[num_clients].append((ended - begun) / (at - begin))
             refusals += tally.refusal_seconds

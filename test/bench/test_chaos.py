@@ -46,7 +46,7 @@ def test_no_request_is_lost_while_schedulers_are_killed(tiny: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_short_requests_leave_no_memory_behind(tiny: Path, tmp_path: Path) -> None:
-    code = chaos.main(options(tiny, tmp_path, "--soak", "4000"))
+    code = chaos.main(options(tiny, tmp_path, "--soak", "3000"))
     assert code == 0, (tmp_path / "out.json").read_text()
 
 
