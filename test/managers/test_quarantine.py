@@ -12,8 +12,21 @@ def test_one_crash_condemns_nobody():
 def test_who_was_alone_at_two_crashes_in_a_row_is_condemned():
     quarantine = Quarantine()
     quarantine.on_crash(["a", "poison"], {"a": 3, "poison": 0, "waits": 0})
-    assert quarantine.on_crash(["poison", "waits"], {"poison": 0, "waits": 0}) == ["poison"]
+    assert quarantine.on_crash(["poison"], {"poison": 0, "waits": 0}) == ["poison"]
     assert not quarantine.held
+
+
+def test_one_suspect_in_company_is_tried_before_it_is_condemned():
+    """Something else may kill schedulers, twice just when it had come into the batch."""
+    outputs = {"poison": 0, "other": 0}
+    for end in (["poison"], []):
+        quarantine = Quarantine()
+        quarantine.on_crash(["poison"], outputs)
+        assert quarantine.on_crash(["poison", "other"], outputs) == []
+        assert quarantine.next_trial(outputs) == "poison" and not quarantine.held
+        got_on = {"poison": 0 if end else PROGRESS_TOKENS, "other": 5}
+        assert quarantine.on_crash(["poison", "other"], got_on) == end
+        assert quarantine.on_trial is None and not quarantine.held
 
 
 def test_who_got_on_between_two_crashes_is_innocent():
@@ -48,6 +61,7 @@ def test_a_crash_without_the_one_on_trial_says_nothing_of_it():
     assert quarantine.next_trial(outputs) == "a"
     assert quarantine.on_crash([], outputs) == []
     assert quarantine.next_trial(outputs) == "a"
+    assert quarantine.on_crash(["a", "b"], outputs) == ["a"]
 
 
 def test_a_suspect_that_its_client_left_is_not_tried():
