@@ -26,7 +26,7 @@ from srt.layers.attention import AttentionBackend
 from srt.layers.logprobs import answer_query
 from srt.layers.native_attention import NativeAttentionBackend
 from srt.layers.native_decoder import NativeDecoder, can_run
-from srt.layers.quantization.scheme import choose_quantization, packed_bytes, quantize_modules
+from srt.layers.quantization.scheme import choose_quantization, pack_modules, packed_bytes
 from srt.layers.sampler import mark_broken, sample
 from srt.layers.torch_attention import TorchAttentionBackend
 from srt.mem_cache.kv_cache import KVCache, bytes_per_token
@@ -96,9 +96,10 @@ class ModelRunner:
         is_quantized = self.quantization != "none"
         with _default_dtype(self.dtype), torch.device(self.device):
             model = create_model(self.config)
-        if is_quantized:
-            assert self.library is not None
-            quantize_modules(model, self.quantization, self.library)
+        # Our float32 products are faster than torch's, and a row's do not depend on its batch.
+        # Unquantised weights of 16 bits stay with torch.
+        if self.library is not None and (is_quantized or self.dtype is torch.float32):
+            pack_modules(model, self.quantization, self.library)
         if load_format == "dummy":
             fill_with_random_weights(model, DUMMY_SEED)
         else:

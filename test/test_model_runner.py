@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from srt.forward_batch import ForwardBatch, ForwardMode
+from srt.layers.quantization.scheme import packed_bytes
 from srt.model_config import load_model_config
 from srt.model_runner import ModelRunner
 from srt.sampling_batch import SamplingBatch
@@ -176,7 +177,8 @@ def test_the_plan_is_what_is_made(folder: Path) -> None:
     plan = runner.plan_memory()
     assert (plan.max_total_num_tokens, plan.max_running_requests) == (256, 5)
     assert plan.context_len == 128
-    assert plan.weight_bytes == sum(p.nbytes for p in runner.model.parameters())
+    unpacked = sum(p.nbytes for p in runner.model.parameters())
+    assert plan.weight_bytes == unpacked + packed_bytes(runner.model)
     cache = runner.kv_cache
     assert cache is not None and cache.num_slots == 256 + 16
     held = sum(buffer.nbytes for buffer in cache.k_buffers + cache.v_buffers)

@@ -22,6 +22,7 @@ void rg_attention(const rg::AttentionPass* pass, const rg::AttentionLayer* layer
 // Bytes of a packed weight.
 int64_t rg_packed_bytes(int32_t format, int64_t outputs, int64_t inputs) {
   rg::Weight w{nullptr, nullptr, outputs, inputs, format};
+  if (format == rg::DENSE) return w.num_panels() * inputs * rg::LANES * (int64_t)sizeof(float);
   return w.num_panels() * rg::panel_bytes(format, w.blocks());
 }
 

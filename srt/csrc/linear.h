@@ -18,12 +18,12 @@
 #include <memory>
 #include <vector>
 
+#include "dense.h"
 #include "pool.h"
 #include "vec.h"
+#include "weight.h"
 
 namespace rg {
-
-constexpr int BLOCK = 32;
 
 // Rows computed at once, by the number of registers.
 #ifdef RG_AVX512
@@ -31,8 +31,6 @@ constexpr int QUANTIZED_ROW_TILE = 6;
 #else
 constexpr int QUANTIZED_ROW_TILE = 4;
 #endif
-
-enum Format : int32_t { Q4 = 0, Q8 = 1 };
 
 #if defined(RG_AVX512) && defined(__AVX512VNNI__)
 #define RG_VNNI 1
@@ -313,33 +311,10 @@ __attribute__((noinline)) void quantized_tile(const uint8_t* panel, long panel_s
     for (int v = 0; v < NV; v++) out[r][v] = acc[r][v];
 }
 
-// A packed weight matrix and its bias. Mirrors NativeWeight in packed_weight.py.
-struct Weight {
-  const uint8_t* panels;
-  const float* bias;  // [outputs] or null
-  int64_t outputs;
-  int64_t inputs;
-  int32_t format;
-
-  long blocks() const { return (inputs + BLOCK - 1) / BLOCK; }
-  long num_panels() const { return (outputs + LANES - 1) / LANES; }
-};
-
 class Product {
  public:
   // y [rows][outputs] = x [rows][inputs] W^T + bias.
   Product(const Weight& w, float* y) : w_(w), y_(y) {}
-
-  void store_result(long row, long panel, vf result) const {
-    const long n = panel * LANES, count = std::min((long)LANES, w_.outputs - n);
-    float* to = y_ + row * w_.outputs + n;
-    if (count == LANES) {
-      if (w_.bias) result += loadf(w_.bias + n);
-      store(to, result);
-      return;
-    }
-    for (long j = 0; j < count; j++) to[j] = w_.bias ? result[j] + w_.bias[n + j] : result[j];
-  }
 
   template <Format F>
   void quantized(const QuantizedRows& x, long rows) const {
@@ -390,7 +365,7 @@ class Product {
     vf out[MR][NV];
     quantized_tile<F, MR, NV>(w_.panels + panel * bytes, bytes, x, row, out);
     for (int r = 0; r < MR; r++)
-      for (int v = 0; v < NV; v++) store_result(row + r, panel + v, out[r][v]);
+      for (int v = 0; v < NV; v++) w_.store_result(y_, row + r, panel + v, out[r][v]);
   }
 
   // float32 activations: weights are expanded a stretch at a time, shared by all rows.
@@ -412,7 +387,7 @@ class Product {
       }
       for (long r = 0; r < rows; r++)
         for (long p = 0; p < count; p++)
-          store_result(r, first + p, loadf(results.data() + r * columns + p * LANES));
+          w_.store_result(y_, r, first + p, loadf(results.data() + r * columns + p * LANES));
     });
   }
 
@@ -449,6 +424,10 @@ class Product {
 // x [rows][inputs] with x_stride; float32 activations if `exact`, else int8 blocks.
 inline void linear(const Weight& w, const float* x, long x_stride, long rows, bool exact,
                    float* y) {
+  if (w.format == DENSE) {
+    dense_product(w, x, x_stride, rows, y);
+    return;
+  }
   Product product(w, y);
   if (exact) {
     product.exact(x, x_stride, rows);
@@ -558,6 +537,10 @@ inline void read_row(const uint8_t* from, int32_t source, int32_t format, long i
 // `rows` source rows to outputs first_row on.
 inline void pack(uint8_t* panels, int32_t format, const uint8_t* from, int32_t source,
                  long first_row, long rows, long inputs) {
+  if (format == DENSE) {
+    pack_dense((float*)panels, (const float*)from, first_row, rows, inputs);
+    return;
+  }
   const long bytes = source_row_bytes(source, inputs), blocks = (inputs + BLOCK - 1) / BLOCK;
   // A panel is one item: rows of a panel share its bytes.
   const long first_panel = first_row / LANES, end = first_row + rows;
@@ -576,6 +559,10 @@ inline void pack(uint8_t* panels, int32_t format, const uint8_t* from, int32_t s
 
 // float32 values of the rows `ids`: y [count][inputs].
 inline void unpack_rows(const Weight& w, const int64_t* ids, long count, float* y) {
+  if (w.format == DENSE) {
+    unpack_dense_rows(w, ids, count, y);
+    return;
+  }
   const bool q4 = w.format == Q4;
   const long bytes = q4 ? block_bytes<Q4>() : block_bytes<Q8>();
   for (long r = 0; r < count; r++) {

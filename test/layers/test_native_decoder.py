@@ -89,7 +89,7 @@ PREFILL = {1: (0, 9), 2: (0, 1), 3: (0, 30)}
 DECODE = {3: (30, 1), 1: (9, 1)}
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8", "w8a8_int8"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8", "w8a8_int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_call_gives_the_bits_of_the_models_own_forward(
     family: str, quantization: str, tmp_path: Path
@@ -108,9 +108,9 @@ def test_one_call_gives_the_bits_of_the_models_own_forward(
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8", "w8a8_int8"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8", "w8a8_int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_quantized_request_has_the_same_bits_in_any_company_and_any_chunks(
+def test_a_request_has_the_same_bits_in_any_company_and_any_chunks(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
     runner = make_runner(tmp_path, family, quantization)
@@ -137,12 +137,25 @@ def test_quantized_logits_are_close_to_the_exact_ones(
     family: str, quantization: str, tolerance: float, tmp_path: Path
 ) -> None:
     exact = make_runner(tmp_path, family, "none")
-    assert exact.decoder is None
     rounded = make_runner(tmp_path, family, quantization)
     batch = make_batch(PREFILL, ForwardMode.EXTEND)
     expected = exact.forward(batch)
     error = (rounded.forward(batch) - expected).norm() / expected.norm()
     assert 0 < float(error) < tolerance
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_products_of_our_own_are_as_exact_as_those_of_torch(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = make_runner(tmp_path, family, "none")
+    assert ours.decoder is not None
+    monkeypatch.setattr("srt.model_runner.native_library", lambda: None)
+    torchs = make_runner(tmp_path, family, "none")
+    assert torchs.decoder is None
+    for batch in (make_batch(PREFILL, ForwardMode.EXTEND), make_batch(DECODE, ForwardMode.DECODE)):
+        expected = torchs.forward(batch)
+        torch.testing.assert_close(ours.forward(batch), expected, atol=2e-5, rtol=0)
 
 
 def test_sixteen_bit_activations_work_with_packed_weights(tmp_path: Path) -> None:

@@ -94,9 +94,18 @@ def test_float_weights_are_rounded_by_half_a_level_at_most(
     assert bool((error.unflatten(1, (-1, 32)).amax(-1) <= limit).all())
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (9, 44), (3, 1)])
+def test_dense_weights_are_kept_to_the_bit_and_blocks_dequantised(shape: tuple[int, int]) -> None:
+    weight = random_weight(*shape)
+    assert torch.equal(values_of(packed(weight, PackedFormat.DENSE)), weight)
+    for kind in KINDS:
+        blocks = random_blocks(kind, 9, 96)
+        assert torch.equal(values_of(packed(blocks, PackedFormat.DENSE)), blocks.dequantize())
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 13, 40])
 @pytest.mark.parametrize("shape", [*SHAPES, (24, 44)])
-@pytest.mark.parametrize("weight_format", PackedFormat)
+@pytest.mark.parametrize("weight_format", [PackedFormat.Q4, PackedFormat.Q8])
 def test_products_with_int8_activations_are_those_of_the_definition(
     weight_format: PackedFormat, shape: tuple[int, int], rows: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""A weight matrix in 4 or 8 bits, packed for the CPU kernels, and products with it."""
+"""A weight matrix in 4, 8 or 32 bits, packed for the CPU kernels, and products with it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _SOURCES = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 3}
 
 
 class PackedFormat(IntEnum):
-    """As csrc/linear.h numbers them. A weight is code * scale (+ minimum), scale and minimum being
-    float16 and shared by 32 consecutive inputs."""
+    """As csrc/weight.h numbers them. In Q4 and Q8 a weight is code * scale (+ minimum), scale and
+    minimum being float16 and shared by 32 consecutive inputs."""
 
     Q4 = 0  # codes 0..15, with a minimum
     Q8 = 1  # codes -127..127
+    DENSE = 2  # float32, and products are exact
 
 
 class NativeWeight(ctypes.Structure):
@@ -69,8 +70,8 @@ class PackedWeight:
     there it can be multiplied with.
 
     Products with int8 activations round each 32 activations of a row to int8 with a scale of their
-    own; with `exact` they stay float32. Either way a row's result has the same bits with any number
-    of other rows."""
+    own; with `exact` they stay float32, as they always do for DENSE weights. Either way a row's
+    result has the same bits with any number of other rows."""
 
     def __init__(
         self,
@@ -136,7 +137,8 @@ class PackedWeight:
     def _as_source(self, part: QuantizedBlocks | torch.Tensor) -> tuple[int, torch.Tensor]:
         """The kernel's number of a layout that it packs into our format, and the bytes."""
         if isinstance(part, QuantizedBlocks):
-            if (part.kind == "Q8_0") == (self.format is PackedFormat.Q8):
+            own_format = PackedFormat.Q8 if part.kind == "Q8_0" else PackedFormat.Q4
+            if self.format is own_format:
                 return _SOURCES[part.kind], part.data.contiguous()
             part = part.dequantize()
         return _SOURCE_F32, part.to(torch.float32).contiguous()

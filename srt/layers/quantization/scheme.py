@@ -15,7 +15,7 @@ from srt.layers.quantization.packed_weight import PackedFormat, PackedWeight, Pa
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How linears and the language model head are stored and computed on a CPU."""
+    """How linears and the language model head are stored and computed by the CPU kernels."""
 
     linear: PackedFormat | None  # None: as the checkpoint's own blocks
     head: PackedFormat | None
@@ -25,6 +25,7 @@ class QuantizationScheme:
 # The head decides between close tokens and is not where the time goes: it never gets 4 bits, unless
 # the checkpoint has it so.
 _SCHEMES = {
+    "none": QuantizationScheme(PackedFormat.DENSE, PackedFormat.DENSE, exact=True),
     "gguf": QuantizationScheme(None, None, exact=False),
     "int4": QuantizationScheme(PackedFormat.Q4, PackedFormat.Q8, exact=False),
     "int8": QuantizationScheme(PackedFormat.Q8, PackedFormat.Q8, exact=True),
@@ -55,7 +56,7 @@ def choose_quantization(
     return asked
 
 
-def quantize_modules(model: nn.Module, name: str, library: ctypes.CDLL) -> None:
+def pack_modules(model: nn.Module, name: str, library: ctypes.CDLL) -> None:
     """Make the linears and the head of a model without weights hold packed ones. A checkpoint fills
     them later. An embedding that is not the head as well stays as it is."""
     scheme = _SCHEMES[name]
