@@ -71,10 +71,10 @@ class ModelRunner:
             torch.set_num_threads(usable_cores())
         if self.library is not None:
             self.library.rg_set_threads(torch.get_num_threads())
-        if args.batch_invariant and self.device != "cuda" and self.quantization == "none":
+        if args.batch_invariant and self.device != "cuda" and not self._packs_weights:
             raise ValueError(
-                "--batch-invariant needs weights of a --quantization other than none on "
-                f"{self.device}: the library's products depend on the batch"
+                f"--batch-invariant needs our kernels, which on {self.device} compute quantized "
+                f"and float32 weights, not {self.dtype}: torch's products depend on the batch"
             )
         self.model = self._load_model(model_path)
         if args.batch_invariant and self.device == "cuda":
@@ -87,6 +87,13 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
 
     @property
+    def _packs_weights(self) -> bool:
+        """Our float32 products are faster than torch's, and a row's do not depend on its batch.
+        Unquantised weights of 16 bits stay with torch."""
+        is_ours = self.quantization != "none" or self.dtype is torch.float32
+        return self.library is not None and is_ours
+
+    @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
@@ -96,9 +103,7 @@ class ModelRunner:
         is_quantized = self.quantization != "none"
         with _default_dtype(self.dtype), torch.device(self.device):
             model = create_model(self.config)
-        # Our float32 products are faster than torch's, and a row's do not depend on its batch.
-        # Unquantised weights of 16 bits stay with torch.
-        if self.library is not None and (is_quantized or self.dtype is torch.float32):
+        if self.library is not None and self._packs_weights:
             pack_modules(model, self.quantization, self.library)
         if load_format == "dummy":
             fill_with_random_weights(model, DUMMY_SEED)

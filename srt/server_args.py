@@ -72,7 +72,7 @@ class ServerArgs:
     batch_invariant: bool = option(
         False,
         "a request's tokens do not depend on who else is in the batch: slower on CUDA, and always "
-        "so on CPUs with quantized weights",
+        "so on CPUs with quantized or float32 weights",
         aliases=("--enable-deterministic-inference",),
     )
     context_length: int | None = option(
