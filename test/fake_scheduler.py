@@ -19,6 +19,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from srt.http_server import HttpServer
+from srt.managers.black_box import BlackBox
 from srt.managers.io_struct import (
     AbortReq,
     BatchTokenOut,
@@ -104,7 +105,13 @@ class FakeScheduler(threading.Thread):
     """One pass gives one token to every live request, in order of arrival. `passes_left` says how
     many passes may run: a test holds the scheduler still with 0 and then allows some."""
 
-    def __init__(self, ipc_dir: Path, script: Script, passes: float = math.inf) -> None:
+    def __init__(
+        self,
+        ipc_dir: Path,
+        script: Script,
+        passes: float = math.inf,
+        black_box: BlackBox | None = None,
+    ) -> None:
         super().__init__(name="fake-scheduler", daemon=True)
         self.script = script
         self.passes_left = passes
@@ -116,6 +123,8 @@ class FakeScheduler(threading.Thread):
         self.settings: dict[str, Any] = {"max_running_requests": 8, "phase_policy": "interleave"}
         self.profiles: list[ProfileOptions] = []  # asked for
         self.abort_with: FinishReason | None = None  # end every new request with this
+        self.poison: str | None = None  # a pass with a request of this id kills
+        self._black_box = black_box
         self._ipc_dir = ipc_dir
         self._stopping = threading.Event()
         self._last_words: FailedMsg | None = None
@@ -131,6 +140,12 @@ class FakeScheduler(threading.Thread):
                 self._handle(message, channel)
             if self.live and self.passes_left > 0 and not self.paused:
                 self.passes_left -= 1
+                rids = list(self.live)
+                if self._black_box is not None:
+                    self._black_box.on_pass(self.num_passes, "D", rids, len(rids), 0, 0)
+                if any(rid.split("#")[0] == self.poison for rid in rids):
+                    self._last_words = FailedMsg("poisoned")
+                    break
                 channel.send(self._pass())
         if self._last_words is not None:
             channel.send(self._last_words)

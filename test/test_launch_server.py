@@ -185,6 +185,45 @@ def test_a_replacement_that_hangs_while_it_loads_is_replaced(tmp_path, made, mon
     assert any("was not ready after 0.3 s (--load-timeout)" in text for text in caplog.messages)
 
 
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_who_kills_every_scheduler_is_ended_and_everyone_else_goes_on(
+    tmp_path, made, monkeypatch, caplog, num_others
+):
+    monkeypatch.setattr(srt.supervisor, "BACKOFF_SECONDS", (0.0,))
+    launch.launch_server.SchedulerHandle.poison = "poison"
+    port = free_port()
+    answers = {}
+
+    def ask(rid):
+        body = {"rid": rid, "text": "x", "sampling_params": {"max_new_tokens": 6}}
+        answers[rid] = request(port, "POST", "/generate", body)
+
+    def work():
+        wait_until(lambda: ready(port))
+        made[0].fake.passes_left = 0
+        rids = [f"other{i}" for i in range(num_others)] + ["poison"]
+        clients = [threading.Thread(target=ask, args=(rid,)) for rid in rids]
+        for client in clients:
+            client.start()
+        wait_until(lambda: len(made[0].fake.live) == len(rids))
+        made[0].fake.passes_left = 100
+        for client in clients:
+            client.join(30)
+        wait_until(lambda: ready(port))
+        metrics = request(port, "GET", "/metrics")[1]
+        assert re.search(r"^regather:quarantined_requests_total\S* 1.0$", metrics, re.MULTILINE)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    argv = ["--model-path", str(write_tiny_model(tmp_path)), "--port", str(port)]
+    with client_thread(work):
+        assert main(argv) == 0
+    status, text = answers.pop("poison")
+    assert status == 500 and "crash" in text
+    assert [json.loads(text)["text"] for _, text in answers.values()] == ["abcdef"] * num_others
+    # Alone it was in the batch at two crashes; in company it had its trial.
+    assert len(made) == (3 if num_others == 0 else 4)
+
+
 async def _no_stacks(supervisor):
     pass
 

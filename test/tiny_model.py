@@ -17,7 +17,7 @@ from fake_scheduler import (
     byte_tokenizer,
 )
 
-from srt.managers.black_box import black_box_path, create_black_box
+from srt.managers.black_box import BlackBox, black_box_path, create_black_box
 from srt.managers.ipc import make_ipc_dir
 
 
@@ -51,13 +51,15 @@ class FakeHandle:
 
     made: list[FakeHandle]
     hanging: frozenset[int] = frozenset()  # which of them never finish loading
+    poison: str | None = None  # the id of the request that kills each of them
 
     def __init__(self, args: Any, model_path: Path) -> None:
         self._args, self._model_path = args, model_path
         self.ipc_dir = make_ipc_dir()
         self.black_box = black_box_path(self.ipc_dir)
         create_black_box(self.black_box)
-        self.fake = FakeScheduler(self.ipc_dir, alphabet)
+        self.fake = FakeScheduler(self.ipc_dir, alphabet, black_box=BlackBox(self.black_box))
+        self.fake.poison = self.poison
         self.made.append(self)
 
     def another(self) -> FakeHandle:
