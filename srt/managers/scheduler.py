@@ -34,7 +34,8 @@ from srt.managers.phase_policy import PassStats, PhasePolicy, PhaseState
 from srt.managers.req import Blocker, Req
 from srt.managers.req_logprobs import LogprobPlan
 from srt.managers.req_memory import ReqMemory
-from srt.managers.retraction import Retraction, RetractionPolicy
+from srt.managers.retraction import RetractionPolicy
+from srt.managers.retractor import Retractor
 from srt.managers.schedule_batch import ModelLimits, ScheduleBatch
 from srt.managers.schedule_policy import WaitingQueue
 from srt.managers.scheduler_log import LoadSnapshot, SchedulerLog
@@ -44,12 +45,6 @@ from srt.managers.step_recorder import StepRecorder, refused_entries, refused_en
 from srt.sampling_batch import BROKEN
 
 logger = logging.getLogger(__name__)
-
-OOM_MESSAGE = (
-    "Out of memory even after retracting all other requests in the decode batch. "
-    "Aborting the last request."
-)
-
 
 BROKEN_MESSAGE = (
     "The model computed NaN or infinity where the logits of the next token should be. Its weights, "
@@ -100,7 +95,7 @@ class Scheduler:
         self.waiting_queue = queue
         self.phase = phase
         self.admission = admission
-        self.retraction = retraction
+        self.retractor = Retractor(self, retraction)
         self.model = model
         self.log = log
         self.recorder = StepRecorder(journal, black_box)
@@ -250,9 +245,9 @@ class Scheduler:
         else:
             text = "Abort in waiting queue" if req.kv is None else "Aborted"
             reason = FinishReason(FinishType.ABORT, None, text)
-        self._end_without_token(req, reason, message.finished)
+        self.end_without_token(req, reason, message.finished)
 
-    def _end_without_token(self, req: Req, reason: FinishReason, silent: bool = False) -> None:
+    def end_without_token(self, req: Req, reason: FinishReason, silent: bool = False) -> None:
         """End a request wherever it is."""
         if req.kv is None:
             self.waiting_queue.remove(req)
@@ -273,7 +268,7 @@ class Scheduler:
     # --- choose ---
 
     def get_next_batch_to_run(self) -> Pass | None:
-        self._merge_last_batch()
+        self.merge_last_batch()
         if self.paused:
             return None
         chosen = None
@@ -286,12 +281,12 @@ class Scheduler:
             self.recorder.fill(chosen, self._refusals())
         return chosen
 
-    def _merge_last_batch(self) -> None:
+    def merge_last_batch(self) -> None:
         """Filter at every choice, before admission is tried: a slot freed at the end of a step can
         be used in the next."""
         last = self.last_batch
         self._filter(last)
-        self._drop_ended()
+        self.drop_ended()
         self.last_batch = None
         if last is not None and last.reqs:
             if self.running_batch is None:
@@ -299,7 +294,7 @@ class Scheduler:
             else:
                 self.running_batch.merge_batch(last)
 
-    def _drop_ended(self) -> None:
+    def drop_ended(self) -> None:
         """Filter the running batch. From here on the rows of the ended may be handed out again."""
         self._filter(self.running_batch)
         if self.running_batch is not None and not self.running_batch.reqs:
@@ -359,7 +354,7 @@ class Scheduler:
 
     def get_new_batch_prefill(self, budget: int) -> Pass | None:
         """Admit what fits; None if nobody does."""
-        self._preempt_for_priority()
+        self.retractor.preempt_for_priority()
         mixed = self.running_batch if self.mixed else None
         if mixed is not None and not mixed.decode_fits(self.memory):
             return None
@@ -425,130 +420,33 @@ class Scheduler:
         """The running batch, less whoever had to be retracted for its next token to fit."""
         batch = self.running_batch
         assert batch is not None, "nobody is running"
-        must, forced = not batch.decode_fits(self.memory), self.retraction.is_forced()
+        must, forced = not batch.decode_fits(self.memory), self.retractor.policy.is_forced()
         if must or forced:
             # What the last pass gave is needed to choose victims, and may have ended somebody.
-            self._settle_in_flight()
+            self.settle_in_flight()
             batch = self.running_batch
             if batch is None:
                 return None
             if not batch.decode_fits(self.memory):
-                self.retract_decode(batch)
+                self.retractor.retract_decode(batch)
             elif forced:
-                self.force_retract(batch)
-            self._drop_ended()
+                self.retractor.force_retract(batch)
+            self.drop_ended()
             if self.running_batch is None:
                 return None
         else:
             self.admission.ratio.decay()
         return Pass("D", batch, batch.prepare_for_decode(self.memory), self._new_record())
 
-    def _settle_in_flight(self) -> None:
+    def settle_in_flight(self) -> None:
         """Process the pass in flight now, with a wait for the device."""
         if self.in_flight is not None:
             done, self.in_flight = self.in_flight, None
             self.process_batch_result(done)
             self.recorder.write(done)
-            self._merge_last_batch()
+            self.merge_last_batch()
 
-    # --- retraction ---
-
-    def retract_decode(self, batch: ScheduleBatch) -> None:
-        """Take slots back until the next token of everyone left fits. The request in mid-chunk has
-        the fewest outputs, none, so it goes first; the last one standing is never retracted."""
-        ratio = self.admission.ratio
-        before, old_ratio = self.memory.available, ratio.value
-        victims = []
-        if self.chunked_req is not None:
-            victims.append(self.chunked_req)
-            self._retract(self.chunked_req)
-            self.chunked_req = None
-        order = self.retraction.victim_order(batch)
-        needs = self.memory.decode_needs(batch.seq_lens_cpu + 1)
-        need, gone = int(needs.sum()), 0
-        while need > self.memory.available and gone < len(order) - 1:
-            row = order[gone]
-            gone += 1
-            need -= int(needs[row])
-            victims.append(batch.reqs[row])
-            self._retract(batch.reqs[row])
-        stay = [batch.reqs[row] for row in order[gone:]]
-        outputs = sum(len(req.output_ids) for req in stay)
-        ratio.on_retract(outputs, sum(req.max_new_tokens for req in stay), len(stay))
-        self._note_retraction("kv", victims, self.memory.available - before, old_ratio)
-        if need > self.memory.available:
-            self.log.on_last_aborted(stay[0].rid)
-            reason = FinishReason(FinishType.ABORT, None, OOM_MESSAGE, 500, "InternalServerError")
-            self._end_without_token(stay[0], reason)
-
-    def force_retract(self, batch: ScheduleBatch) -> None:
-        """`--retract-every`: retract the first victim although there is room, for tests."""
-        if len(batch) < 2:
-            return
-        before = self.memory.available
-        victim = batch.reqs[self.retraction.victim_order(batch)[0]]
-        self._retract(victim)
-        gained = self.memory.available - before
-        self._note_retraction("forced", [victim], gained, self.admission.ratio.value)
-
-    def retract_all(self) -> None:
-        """Send everyone who runs back to the queue, in their order: for a pause that holds no
-        memory."""
-        self._settle_in_flight()
-        self._merge_last_batch()
-        before, ratio = self.memory.available, self.admission.ratio.value
-        victims = [] if self.running_batch is None else list(self.running_batch.reqs)
-        if self.chunked_req is not None:
-            victims.append(self.chunked_req)
-            self.chunked_req = None
-        for req in reversed(victims):
-            self._retract(req)
-        self._drop_ended()
-        if victims:
-            self._note_retraction("pause", victims, self.memory.available - before, ratio)
-
-    def _preempt_for_priority(self) -> None:
-        """Make room for a waiting request that is more important than running ones by more than the
-        threshold. They go back to the queue, first in their own class."""
-        running = self.running_batch
-        head = next(self.waiting_queue.order(self.clock()), None)
-        if running is None or head is None:
-            return
-        if not self.retraction.preemption_victims(head, running):
-            return
-        if self.admission.would_fit(head, running) is None:
-            return
-        self._settle_in_flight()
-        before, old_ratio = self.memory.available, self.admission.ratio.value
-        victims: list[Req] = []
-        while (running := self.running_batch) is not None:
-            candidates = self.retraction.preemption_victims(head, running)
-            if not candidates or self.admission.would_fit(head, running) is None:
-                break
-            victims.append(candidates[0])
-            self._retract(candidates[0])
-            self._drop_ended()
-        if victims:
-            self._note_retraction("priority", victims, self.memory.available - before, old_ratio)
-
-    def _retract(self, req: Req) -> None:
-        self._release(req)
-        req.num_retractions += 1
-        req.bypassed = 0
-        req.queued_at = self.clock()
-        self.waiting_queue.push_front(req)
-
-    def _note_retraction(
-        self, cause: str, victims: list[Req], gained: int, old_ratio: float
-    ) -> None:
-        lost = sum(req.retracted_len for req in victims)
-        rids = tuple(req.rid for req in victims)
-        event = Retraction(cause, rids, gained, lost, old_ratio, self.admission.ratio.value)
-        self.recorder.on_retraction(event)
-        self.counters.on_retraction(event, victims)
-        self.log.on_retract(event)
-
-    def _release(self, req: Req) -> None:
+    def release(self, req: Req) -> None:
         """Take back the memory of an admitted request; batches forget it at the next choice."""
         assert req.kv is not None, f"{req.rid} is not admitted"
         req.retracted_len = self.memory.kv_len(req)
@@ -645,7 +543,7 @@ class Scheduler:
             reason = FinishReason(
                 FinishType.ABORT, None, BROKEN_MESSAGE, 500, "InternalServerError"
             )
-            self._end_without_token(req, reason)
+            self.end_without_token(req, reason)
             self.counters.broken_requests += 1
             self.log.on_broken(req.rid)
         done.has_late_ends = True
@@ -691,7 +589,7 @@ class Scheduler:
         """The one place where a request stops being live."""
         req.finish_reason = reason
         if req.kv is not None:
-            self._release(req)
+            self.release(req)
         if self.in_flight is not None:
             self.in_flight.has_late_ends = True
         self.counters.on_end(reason)

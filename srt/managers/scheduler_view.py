@@ -76,7 +76,7 @@ def answer_query(scheduler: Scheduler, message: SchedulerInput) -> None:
             send(ControlOut(message.id, requests_view(scheduler, message.rid)))
         case PauseReq():
             if message.retract:
-                scheduler.retract_all()
+                scheduler.retractor.retract_all()
             scheduler.paused = message.paused
             send(ControlOut(message.id, {"paused": scheduler.paused}))
         case UpdateSchedulerReq():
