@@ -6,7 +6,7 @@ that overflow the queue) while its scheduler is killed and frozen and requests a
 end every request must be accounted for: finished with the tokens that it has alone, refused with a
 reason, or left by its client; and rows, slots, locks, descriptors and folders must be back.
 
-`--overload SECONDS` measures instead what ten times the clients do to the accepted throughput, and
+`--overload SECONDS` measures instead what ten times the load does to the accepted throughput, and
 `--soak N` what N short requests do to the memory. Exit code 1 if anything is wrong.
 """
 
@@ -21,7 +21,9 @@ import shlex
 import signal
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ SOAK_CLIENTS = 32
 MAX_SOAK_GROWTH = 1.03
 OVERLOAD = 10
 MAX_OVERLOAD_LOSS = 0.05
-OVERLOAD_RETRY_SECONDS = 0.25
+OVERLOAD_TURNS = 2
+
+Ask = Callable[[dict[str, Any]], Coroutine[Any, Any, None]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -180,43 +184,43 @@ async def _bursts(client: Client, args: argparse.Namespace, until: float) -> Non
 
 
 async def overload(args: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of --overload seconds by turns: as many clients as there are rows, and ten times as
-    many, for which the queue is too short."""
+    """Rounds of --overload seconds by turns: as many clients as there are rows, each with its next
+    request when it has its answer; and arrivals ten times as often as those got answers."""
     rows = args.streams
     limits = [f"--max-running-requests={rows}", f"--max-queued-requests={rows}"]
     bodies = make_bodies(args.cases, args.max_new_tokens, args.seed)
-    throughputs: dict[int, list[float]] = {rows: [], rows * OVERLOAD: []}
-    refusals: list[float] = []
-    problems: list[str] = []
+    calm, crowded = Rounds(), Rounds()
     async with (
         chaos_server([*shlex.split(args.server), *limits], args.port) as server,
         aiohttp.ClientSession() as http,
     ):
         before = server.footprint()
-        for num_clients in [rows, rows * OVERLOAD] * 2:
-            begin, tally = time.monotonic(), Tally()
-            begun = await _generated(server, http)
-            watch = asyncio.create_task(_generated_at(server, http, begin + args.overload))
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as clients:
-                work = (
-                    _flood(clients, server.url, bodies, begin + args.overload, i, tally)
-                    for i in range(num_clients)
-                )
-                await asyncio.gather(*work)
-            ended, at = await watch
-            throughputs[num_clients].append((ended - begun) / (at - begin))
-            refusals += tally.refusal_seconds
-            problems += tally.lost
-            await server.wait_idle(http)
-        problems += await server.leaks(http, before)
-    best = max(throughputs[rows])
-    worst_case = max(throughputs[rows * OVERLOAD])
-    if worst_case < best * (1 - MAX_OVERLOAD_LOSS):
-        problems.append(f"{worst_case:.0f} tokens/s under overload, {best:.0f} without")
-    refusals.sort()
+        for _ in range(OVERLOAD_TURNS):
+            for rounds in (calm, crowded):
+                until = time.monotonic() + args.overload
+                begun, begin = await _generated(server, http), time.monotonic()
+                watch = asyncio.create_task(_generated_at(server, http, until))
+                async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as users:
+                    ask = partial(_ask, users, server.url, rounds)
+                    if rounds is calm:
+                        clients = (_keep_asking(ask, bodies, until, i) for i in range(rows))
+                        await asyncio.gather(*clients)
+                    else:
+                        rate = OVERLOAD * calm.num_answered / calm.seconds
+                        await _storm(ask, bodies, until, rate)
+                    ended, at = await watch
+                rounds.seconds += at - begin
+                rounds.tokens_per_s.append((ended - begun) / (at - begin))
+                await server.wait_idle(http)
+        problems = calm.problems + crowded.problems + await server.leaks(http, before)
+    best, under = max(calm.tokens_per_s), max(crowded.tokens_per_s)
+    if under < best * (1 - MAX_OVERLOAD_LOSS):
+        problems.append(f"{under:.0f} tokens/s under overload, {best:.0f} without")
+    refusals = sorted(crowded.refusal_seconds)
     return {
-        "clients": [rows, rows * OVERLOAD],
-        "tokens_per_s": [throughputs[rows], throughputs[rows * OVERLOAD]],
+        "calm_tokens_per_s": calm.tokens_per_s,
+        "crowded_tokens_per_s": crowded.tokens_per_s,
+        "arrivals_per_s": OVERLOAD * calm.num_answered / calm.seconds,
         "refused": len(refusals),
         "refusal_p50_ms": _percentile(refusals, 0.5) * 1e3,
         "refusal_p99_ms": _percentile(refusals, 0.99) * 1e3,
@@ -224,25 +228,44 @@ async def overload(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _flood(
-    http: aiohttp.ClientSession,
-    url: str,
-    bodies: list[dict[str, Any]],
-    until: float,
-    number: int,
-    tally: Tally,
-) -> None:
-    """One client that comes back whenever it was answered, and soon when it was refused."""
+@dataclass
+class Rounds:
+    """What was seen in the rounds of one kind."""
+
+    seconds: float = 0.0
+    num_answered: int = 0
+    tokens_per_s: list[float] = field(default_factory=list)  # of each
+    refusal_seconds: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, rounds: Rounds, body: dict[str, Any]) -> None:
+    begin = time.monotonic()
+    async with http.post(f"{url}/generate", json=body) as response:
+        text = await response.text()
+    if response.status == 503:
+        rounds.refusal_seconds.append(time.monotonic() - begin)
+    elif response.status == 200:
+        rounds.num_answered += 1
+    else:
+        rounds.problems.append(f"status {response.status}: {text[:200]}")
+
+
+async def _keep_asking(ask: Ask, bodies: list[dict[str, Any]], until: float, number: int) -> None:
     rng = random.Random(number)
     while time.monotonic() < until:
-        begin = time.monotonic()
-        async with http.post(f"{url}/generate", json=rng.choice(bodies)) as response:
-            text = await response.text()
-        if response.status == 503:
-            tally.refusal_seconds.append(time.monotonic() - begin)
-            await asyncio.sleep(OVERLOAD_RETRY_SECONDS)
-        elif response.status != 200:
-            tally.lost.append(f"status {response.status}: {text[:200]}")
+        await ask(rng.choice(bodies))
+
+
+async def _storm(ask: Ask, bodies: list[dict[str, Any]], until: float, rate: float) -> None:
+    """Poisson arrivals that wait for nobody."""
+    rng = random.Random(0)
+    tasks: list[asyncio.Task[None]] = []
+    at = time.monotonic()
+    while (at := at + rng.expovariate(rate)) < until:
+        await asyncio.sleep(at - time.monotonic())
+        tasks.append(asyncio.create_task(ask(rng.choice(bodies))))
+    await asyncio.gather(*tasks)
 
 
 async def _generated(server: ChaosServer, http: aiohttp.ClientSession) -> int:

@@ -50,6 +50,16 @@ def test_short_requests_leave_no_memory_behind(tiny: Path, tmp_path: Path) -> No
     assert code == 0, (tmp_path / "out.json").read_text()
 
 
+@pytest.mark.slow
+def test_an_overload_is_refused_at_once_and_the_rest_is_served(tiny: Path, tmp_path: Path) -> None:
+    """Speed is for quiet machines; that nothing else goes wrong is for all."""
+    chaos.main(options(tiny, tmp_path, "--overload", "2", "--streams", "4"))
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [text for text in result["problems"] if "under overload" not in text] == []
+    assert result["refused"] > 50 and result["refusal_p50_ms"] < 500
+    assert min(result["calm_tokens_per_s"] + result["crowded_tokens_per_s"]) > 0
+
+
 def case() -> Case:
     return Case(make_bodies(1, 8)[0], [1, 2, 3], "abc", "length", 3)
 
