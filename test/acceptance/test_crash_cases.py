@@ -69,6 +69,7 @@ def scheduler_of_or_none(server: RealServer) -> psutil.Process | None:
 
 @pytest.mark.slow
 def test_a_killed_main_process_leaves_no_child_no_folder_and_a_free_port(tiny_folder: Path) -> None:
+    """H51."""
     server = start(tiny_folder, "--max-total-tokens", "4096")
     try:
         server.wait_ready()
