@@ -26,6 +26,7 @@ START_SECONDS = 600.0
 STOP_SECONDS = 60.0
 IDLE_SECONDS = 60.0
 POLL_SECONDS = 0.1
+CLOSE_SECONDS = 5.0
 # A connection pool and a log may hold a few more or fewer.
 FEW_DESCRIPTORS = 8
 
@@ -132,7 +133,13 @@ class ChaosServer:
         if loads is None:
             found.append("/v1/loads does not answer")
         found += await self._live_by_metrics(http)
-        descriptors = self.footprint().descriptors
+        # Connections whose clients have just left take a moment.
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while True:
+            descriptors = self.footprint().descriptors
+            if descriptors <= before.descriptors + FEW_DESCRIPTORS or time.monotonic() > deadline:
+                break
+            await asyncio.sleep(POLL_SECONDS)
         if descriptors > before.descriptors + FEW_DESCRIPTORS:
             found.append(f"{descriptors} descriptors are open, {before.descriptors} were")
         folders = list(self._folder.glob("regather-*"))
