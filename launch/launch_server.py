@@ -14,6 +14,7 @@ from typing import Any
 
 from srt.backend import Backend, cache_dir
 from srt.default_model import ModelUnavailable
+from srt.host_limits import raise_descriptor_limit
 from srt.log_lines import setup_logging
 from srt.managers.scheduler_handle import SchedulerHandle
 from srt.model_files import resolve_model
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal (0) or a failure (1)."""
     args = ServerArgs.from_cli(sys.argv[1:] if argv is None else argv)
     setup_logging(args.log_level)
+    raise_descriptor_limit()
     try:
         # First, since nobody wants to load a model only to learn that the port is taken.
         tls = tls_context(args)

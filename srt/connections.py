@@ -1,5 +1,6 @@
-"""What the server does with a connection by itself: hang up on one that does not finish the head of
-a request in time, and go on with one whose client has only said that it will send no more.
+"""What the server does with a connection by itself: turn away one too many, hang up on one that
+does not finish the head of a request in time, and go on with one whose client has only said that it
+will send no more.
 
 A few thousand clients that send a byte a minute (the attack called Slowloris) would else hold every
 descriptor. Idle keep-alive connections have a limit of their own, in aiohttp.
@@ -20,18 +21,25 @@ from aiohttp.web_protocol import RequestHandler
 FIRST_PROBE_SECONDS = 0.02
 MAX_PROBE_SECONDS = 1.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Type: text/plain\r\nContent-Length: 21\r\n\r\nToo many connections."
+)
 _EMPTY_LINE = b"\n"  # between the events of a stream; an event needs a line before it
 
 
 class Connections:
     """All of them, found by the transport that a request came through."""
 
-    def __init__(self, header_timeout: float) -> None:
+    def __init__(self, header_timeout: float, max_connections: int) -> None:
         self.header_timeout = header_timeout
+        self._max_connections = max_connections
         self._by_transport: dict[int, _Connection] = {}
 
     def wrap(self, factory: Callable[[], RequestHandler]) -> asyncio.Protocol:
         """What loop.create_server needs to serve a new connection."""
+        if len(self._by_transport) >= self._max_connections:
+            return _TurnedAway()
         return _Connection(factory(), self.header_timeout, self._by_transport)
 
     @property
@@ -57,6 +65,15 @@ class Connections:
         connection = self._by_transport.get(id(request.transport))
         if connection is not None:
             connection.request = connection.stream = None
+
+
+class _TurnedAway(asyncio.Protocol):
+    """Answers without reading anything: the descriptor is needed again at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast("asyncio.Transport", transport)
+        transport.write(_TOO_MANY)
+        transport.close()
 
 
 class _Connection(asyncio.Protocol):

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 
+# There is none on Windows.
+resource: ModuleType | None
+try:
+    import resource
+except ImportError:
+    resource = None
+
+MAX_DESCRIPTORS = 65_536
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -27,6 +36,24 @@ def available_memory(cgroup_root: Path = CGROUP_ROOT) -> int:
                 stat = (folder / limit_file).parent / "memory.stat"
                 available = min(available, limit - usage + _read_stat(stat, cache_key))
     return max(available, 0)
+
+
+def descriptor_limit() -> int:
+    """Files and sockets that this process may have open."""
+    if resource is None:
+        return MAX_DESCRIPTORS
+    soft: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MAX_DESCRIPTORS)
+
+
+def raise_descriptor_limit() -> None:
+    """As far as a user may; shells allow 1024 by default, and each stream takes one."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def usable_cores(cgroup_root: Path = CGROUP_ROOT) -> int:

@@ -22,6 +22,7 @@ from srt.generate_api import (
     error_of,
     parse_generate_body,
 )
+from srt.host_limits import descriptor_limit
 from srt.http_auth import Keys
 from srt.http_json import (
     BODY_TIMEOUT,
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 # When the server closes, handlers that have not ended may still write what they have.
 CLOSE_SECONDS = 5.0
+OWN_DESCRIPTORS = 128  # files, and sockets to the scheduler
 HEALTH_GENERATE_SECONDS = 20.0
 
 _WHILE_STARTING = frozenset(
@@ -70,7 +72,8 @@ class HttpServer:
         self._origins = frozenset(map(str.strip, args.cors_allow_origins.split(",")))
         self._manager: TokenizerManager | None = None
         self.app = web.Application(middlewares=[self._frame], client_max_size=args.max_body_bytes)
-        self.connections = Connections(args.header_timeout)
+        max_connections = args.max_connections or _room_for_connections()
+        self.connections = Connections(args.header_timeout, max_connections)
         self.slow_clients = SlowClients(
             args.slow_client_timeout, lambda: self.connections.transports
         )
@@ -258,6 +261,11 @@ class HttpServer:
     async def _generate_once(self, call: GenerateReqInput) -> None:
         async with aclosing(self.manager.generate(call)) as states:
             await collect(states, AnswerFormat())
+
+
+def _room_for_connections() -> int:
+    limit = descriptor_limit()
+    return limit - min(OWN_DESCRIPTORS, limit // 4)
 
 
 _PREFLIGHT_HEADERS = {

@@ -101,6 +101,9 @@ class ServerArgs:
     cors_allow_origins: str = option(
         "*", "web pages that may call the server: * for all, none, or origins with commas"
     )
+    max_connections: int | None = option(
+        None, "connections at a time; else as many as the process may have descriptors", low=1
+    )
     max_body_bytes: int = option(64 * 2**20, "largest body of a request; more is a 413", low=1024)
     header_timeout: float = option(
         30.0, "seconds that a request's head may take to arrive; then the server hangs up", low=0.1

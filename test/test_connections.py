@@ -102,3 +102,22 @@ def test_the_answer_to_what_came_before_is_unharmed_by_the_end(tmp_path):
             writer.close()
 
     asyncio.run(scenario())
+
+
+def test_one_connection_too_many_is_turned_away_and_room_is_found_again(tmp_path):
+    async def scenario():
+        async with serving_fake(tmp_path, max_connections=2) as http:
+            await until(lambda: not http.server.connections.transports)
+            held = [await http.connect(b"") for _ in range(2)]
+            await until(lambda: len(http.server.connections.transports) == 2)
+            reader, writer = await http.connect(http_bytes("/generate", BODY))
+            answer = await asyncio.wait_for(reader.read(), 10)
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nRetry-After: 1\r\n" in answer
+            assert answer.endswith(b"Too many connections.")
+            writer.close()
+            for _, open_writer in held:
+                open_writer.close()
+            await until(lambda: not http.server.connections.transports)
+            assert (await http.post("/generate", BODY))[0] == 200
+
+    asyncio.run(scenario())

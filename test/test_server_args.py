@@ -58,6 +58,7 @@ OTHER_VALUES = {
     "page_size": 16,
     "disable_radix_cache": True,
     "max_queued_requests": 12,
+    "max_connections": 500,
     "max_queue_age": 2.5,
     "chunked_prefill_size": -1,
     "max_prefill_tokens": 512,

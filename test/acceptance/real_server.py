@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,9 @@ def wait_until(condition: Callable[[], T], what: str, seconds: float = 60.0) -> 
 class RealServer:
     """`python -m launch_server` with `argv`, from its start until `stop`."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, *argv: str, max_descriptors: int | None = None) -> None:
         self.argv = argv
+        self.max_descriptors = max_descriptors
         with listen("127.0.0.1", 0) as listener:
             self.port = listener.getsockname()[1]
         # Short, since socket paths are limited; ours, since a killed server leaves its own behind.
@@ -51,7 +53,13 @@ class RealServer:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "TMPDIR": self._temp.name, "OMP_NUM_THREADS": "1"},
+                preexec_fn=self._limit,
             )
+
+    def _limit(self) -> None:
+        if self.max_descriptors is not None:
+            limits = (self.max_descriptors, self.max_descriptors)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     def wait_ready(self) -> None:
         wait_until(lambda: self._is_up() or self.process.poll() is not None, "the start", 120.0)
@@ -189,8 +197,9 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def start(folder: Path, *argv: str) -> RealServer:
-    return RealServer("--model-path", str(folder), "--dtype", "float32", "--device", "cpu", *argv)
+def start(folder: Path, *argv: str, max_descriptors: int | None = None) -> RealServer:
+    options = ("--model-path", str(folder), "--dtype", "float32", "--device", "cpu", *argv)
+    return RealServer(*options, max_descriptors=max_descriptors)
 
 
 def serve(server: RealServer) -> Iterator[RealServer]:

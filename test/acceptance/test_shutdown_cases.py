@@ -22,12 +22,7 @@ NUM_STREAMS = 900
 def narrow(tiny_folder: Path) -> Iterator[RealServer]:
     """A server with room for 1024 descriptors and a short queue."""
     options = ("--max-running-requests", "16", "--max-queued-requests", "32")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))  # inherited
-    try:
-        server = start(tiny_folder, "--max-total-tokens", "4096", *options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    server = start(tiny_folder, "--max-total-tokens", "4096", *options, max_descriptors=1024)
     yield from serve(server)
 
 
