@@ -17,7 +17,7 @@ import aiohttp
 from bench.arrivals import arrival_times, trace_times
 from bench.backends import build_body
 from bench.datasets import build_dataset
-from bench.load import LoadRun, Target, open_session, raise_file_limit
+from bench.load import LoadRun, Target, open_session
 from bench.metrics import RequestRecord, summarize
 from bench.option_fields import OptionError
 from bench.options import Options, parse_options
@@ -37,6 +37,7 @@ from bench.server_routes import (
 from bench.sessions import Dataset, DatasetError, Session
 from bench.sharegpt_file import ShareGptError
 from bench.tokenizer import TextTokenizer, TokenizerError, load_tokenizer
+from srt.host_limits import raise_descriptor_limit
 
 T = TypeVar("T")
 
@@ -144,13 +145,27 @@ def retokenize(records: Sequence[RequestRecord], tokenizer: TextTokenizer) -> li
     return []
 
 
+async def make_ready(
+    http: aiohttp.ClientSession, target: Target, options: Options, first: Session
+) -> list[str]:
+    """What the options ask of the server before the timed part. Raises ServerError."""
+    notes = []
+    if options.warmup_requests:
+        notes += await warm_up(http, target, options, first)
+    if options.flush_cache:
+        notes += await flush_cache(http, options, target.headers)
+    if options.profile:
+        await profile(http, options, target.headers)
+    return notes
+
+
 async def benchmark(
     options: Options, while_sending: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Run:
     """Prepare, warm up, send, count; what `while_sending` makes is open during the timed part.
     Raises ServerError, DatasetError, TokenizerError."""
     headers = request_headers(options)
-    raise_file_limit()
+    raise_descriptor_limit()
     async with open_session() as http:
         named = await wait_until_ready(http, options, headers)
         info = await get_json(http, f"{options.url}/model_info", headers) or {}
@@ -171,10 +186,7 @@ async def benchmark(
         wanted = options.num_prompts
         if wanted is not None and dataset.num_requests < wanted:
             notes.append(f"the data set had only {dataset.num_requests} of {wanted} prompts")
-        if options.warmup_requests:
-            notes += await warm_up(http, target, options, dataset.sessions[0])
-        if options.flush_cache:
-            notes += await flush_cache(http, options, headers)
+        notes += await make_ready(http, target, options, dataset.sessions[0])
         run = LoadRun(
             http,
             target,
@@ -182,8 +194,6 @@ async def benchmark(
             stall_timeout=options.stall_timeout_sec,
             on_end=print_record if options.print_requests else None,
         )
-        if options.profile:
-            await profile(http, options, headers)
         retracted_before = await retraction_counter(http, options.url, headers)
         with progress(run, dataset.num_requests, not options.disable_tqdm), while_sending():
             result = await run.run(dataset.sessions, times)

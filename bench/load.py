@@ -70,19 +70,6 @@ def open_session() -> aiohttp.ClientSession:
     )
 
 
-def raise_file_limit() -> None:
-    """Each running request is an open socket, and the soft limit is often 1024."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system: there is no such limit
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
-    if soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it; then it stays
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def body_error(body: bytes) -> str:
     """The message in the body of an HTTP error, whatever its form."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import ModuleType
@@ -47,13 +48,15 @@ def descriptor_limit() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """As far as a user may; shells allow 1024 by default, and each stream takes one."""
+    """As far as a user may; shells allow 1024 by default, and each stream takes one, at either
+    end."""
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it; then it stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def usable_cores(cgroup_root: Path = CGROUP_ROOT) -> int:
