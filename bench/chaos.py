@@ -80,18 +80,7 @@ async def chaos(args: argparse.Namespace) -> dict[str, Any]:
     async with aiohttp.ClientSession() as http:
         async with chaos_server(options, args.port) as calm:
             cases = [await reference(http, calm.url, body) for body in bodies]
-        disturbed = [
-            *options,
-            f"--retract-every={args.retract_every}",
-            f"--max-total-tokens={args.max_total_tokens}",
-            f"--max-queued-requests={args.max_queued_requests}",
-            "--schedule-conservativeness=0",
-            "--admission=ratio",
-            "--watchdog-timeout=3",
-            "--load-timeout=30",
-            "--max-restarts=1000000",
-        ]
-        async with chaos_server(disturbed, args.port) as server:
+        async with chaos_server([*options, *_at_the_brink(args)], args.port) as server:
             before = server.footprint()
             # Clients of their own, whose connections are closed before descriptors are counted.
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as clients:
@@ -136,6 +125,20 @@ async def chaos(args: argparse.Namespace) -> dict[str, Any]:
         "descriptors": [before.descriptors, after.descriptors],
         "problems": wrong,
     }
+
+
+def _at_the_brink(args: argparse.Namespace) -> list[str]:
+    """Options under which requests are retracted and refused, and faults are noticed soon."""
+    return [
+        f"--retract-every={args.retract_every}",
+        f"--max-total-tokens={args.max_total_tokens}",
+        f"--max-queued-requests={args.max_queued_requests}",
+        "--schedule-conservativeness=0",
+        "--admission=ratio",
+        "--watchdog-timeout=3",
+        "--load-timeout=30",
+        "--max-restarts=1000000",
+    ]
 
 
 async def _torment(

@@ -86,7 +86,6 @@ class Tally:
     duplicated: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     refusal_seconds: list[float] = field(default_factory=list)
-    accepted_tokens: int = 0
     # Of each chunk of each stream: when it came and when the one before it did.
     gaps: list[tuple[float, float]] = field(default_factory=list)
 
@@ -199,7 +198,6 @@ class Client:
 
     def _judge(self, name: str, case: Case, answer: dict[str, Any]) -> None:
         tally, meta = self._tally, answer["meta_info"]
-        tally.accepted_tokens += len(answer["output_ids"])
         reason = meta["finish_reason"]
         if reason["type"] == "abort":
             tally.lost.append(f"{name}: aborted: {reason.get('message')}")

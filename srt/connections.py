@@ -95,7 +95,6 @@ class _Connection(asyncio.Protocol):
         self._by_transport = by_transport
         self._head_timer: asyncio.TimerHandle | None = None
         self._look_timer: asyncio.TimerHandle | None = None  # once the client has ended
-
         self._probe: asyncio.Task[None] | None = None
 
     def disarm(self) -> None:

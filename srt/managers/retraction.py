@@ -11,9 +11,9 @@ from srt.managers.schedule_batch import ScheduleBatch
 
 @dataclass(frozen=True)
 class Retraction:
-    """One event: `cause` is "kv", "forced" or "priority". `gained` slots became free or evictable;
-    what the victims had computed, `lost` tokens, is computed again but for what the cache still
-    has."""
+    """One event: `cause` is "kv", "forced", "priority" or "pause". `gained` slots became free or
+    evictable; what the victims had computed, `lost` tokens, is computed again but for what the
+    cache still has."""
 
     cause: str
     victims: tuple[str, ...]
