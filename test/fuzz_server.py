@@ -11,6 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from fake_scheduler import RunningServer, serving_fake
+from hypothesis import HealthCheck, Phase, settings
+
+
+def fuzz_settings(num_examples: int) -> settings:
+    """The same examples each time, and nothing kept."""
+    return settings(
+        max_examples=num_examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @contextmanager

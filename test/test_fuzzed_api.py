@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fuzz_server import fuzzed_server
-from hypothesis import HealthCheck, Phase, given, settings
+from fuzz_server import fuzz_settings, fuzzed_server
+from hypothesis import given
 from hypothesis import strategies as st
 
 from srt.openapi_document import openapi_document
@@ -31,14 +31,7 @@ def fuzz(tmp_path, num_examples):
             )
         )
 
-        @settings(
-            max_examples=num_examples,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @fuzz_settings(num_examples)
         @given(case=cases)
         def run(case):
             response = case.call(base_url=http.url, timeout=10)

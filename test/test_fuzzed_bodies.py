@@ -8,8 +8,8 @@ import socket
 
 import psutil
 import pytest
-from fuzz_server import exchange, fuzzed_server
-from hypothesis import HealthCheck, Phase, given, settings
+from fuzz_server import exchange, fuzz_settings, fuzzed_server
+from hypothesis import given
 from hypothesis import strategies as st
 
 from srt.openapi_document import OPERATIONS
@@ -101,14 +101,7 @@ def fuzz(tmp_path, num_examples):
     process = psutil.Process()
     with fuzzed_server(tmp_path) as http:
 
-        @settings(
-            max_examples=num_examples,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
+        @fuzz_settings(num_examples)
         @given(mutated_bodies())
         def run(case):
             check(http.url, case)
