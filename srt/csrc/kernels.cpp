@@ -3,6 +3,7 @@
 #include "decoder.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "packing.h"
 #include "pool.h"
 #include "vec.h"
 

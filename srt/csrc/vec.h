@@ -267,7 +267,9 @@ inline vf vtanh(vf x) {
 
 // --- a small product, the core of attention and of linears with float activations ---
 
-inline void pin(vf& v) {
+// Keeps v in a register from here on.
+template <typename V>
+RG_INLINE void pin(V& v) {
 #ifdef RG_AVX2
   asm("" : "+v"(v));
 #else

@@ -157,6 +157,18 @@ def test_extreme_activations_neither_overflow_nor_vanish() -> None:
         assert torch.equal(weight.multiply(torch.zeros(2, 576)), torch.zeros(2, 16))
 
 
+def test_the_lowest_code_of_eight_bits_counts_whatever_the_sign_of_the_activation() -> None:
+    # -128 has no counterpart of the other sign in 8 bits; a file may hold it.
+    data = torch.zeros(8, 34, dtype=torch.uint8)
+    data[:, :2] = torch.tensor([1.0], dtype=torch.float16).view(torch.uint8)
+    data[:, 2:] = 128
+    weight = packed(QuantizedBlocks("Q8_0", (8, 32), data))
+    assert torch.equal(values_of(weight), torch.full((8, 32), -128.0))
+    x = torch.tensor([[-127.0], [127.0]]).expand(2, 32)
+    product = weight.multiply(x.contiguous())
+    assert torch.equal(product[:, 0], torch.tensor([127.0, -127.0]) * 128 * 32), product
+
+
 def test_parts_of_different_kinds_share_a_matrix_in_eight_bits() -> None:
     four, eight = random_blocks("Q4_1", 10, 64, 1), random_blocks("Q8_0", 7, 64, 2)
     weight = PackedWeight(library(), PanelArena(), 17, 64, None, exact=False)
