@@ -49,12 +49,17 @@ class Product {
   }
 
   // All rows of NV panels, in tiles as even as they can be: a small one at the end would take as
-  // long as a whole one.
+  // long as a whole one. While the tiles are computed the next panels are on their way, which
+  // otherwise the first tile would wait for.
   template <Format F, int NV>
   void panel_rows(const QuantizedRows& x, long panel, long rows) const {
     constexpr long MAX = NV == 4 ? 1 : QUANTIZED_ROW_TILE;
     const long tiles = (rows + MAX - 1) / MAX;
+    const long bytes = NV * w_.blocks() * block_bytes<F>();
+    const uint8_t* next = w_.panels + (panel / NV + 1) * bytes;
+    long asked = tiles > 1 ? 0 : bytes;  // the CPU foresees a lone tile's reads by itself
     for (long t = 0, r = 0; t < tiles; t++) {
+      for (; asked < bytes * (t + 1) / tiles; asked += 64) prefetch(next + asked);
       const long end = rows * (t + 1) / tiles;
       switch (end - r) {
         case 1: tile<F, 1, NV>(x, panel, r); break;

@@ -10,15 +10,20 @@
 
 namespace rg {
 
-inline void store_codes(int8_t* to, vi codes) {
+// A block's codes as int8.
+inline void store_codes(int8_t* to, const vi* codes) {
 #if defined(RG_AVX512)
-  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)codes));
+  for (int i = 0; i < BLOCK / LANES; i++)
+    _mm_storeu_si128((__m128i*)(to + i * LANES), _mm512_cvtepi32_epi8((__m512i)codes[i]));
 #elif defined(RG_AVX2)
-  __m256i v = (__m256i)codes;
-  __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(words, words));
+  const __m256i low = _mm256_packs_epi32((__m256i)codes[0], (__m256i)codes[1]);
+  const __m256i high = _mm256_packs_epi32((__m256i)codes[2], (__m256i)codes[3]);
+  // Packing goes on in each half of a register: sort fours of codes back.
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_packs_epi16(low, high);
+  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, order));
 #else
-  for (int i = 0; i < LANES; i++) to[i] = (int8_t)codes[i];
+  for (int i = 0; i < BLOCK; i++) to[i] = (int8_t)codes[i / LANES][i % LANES];
 #endif
 }
 
@@ -58,14 +63,13 @@ struct QuantizedRows {
       const float scale = hmax(top) * (1.0f / 127);
       const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
       int8_t* out = codes.data() + (row * blocks + b) * BLOCK;
-      vi sum = vi{};
-      for (int i = 0; i < BLOCK; i += LANES) {
-        vi code = round_to_int(loadf(from + i) * splat(inverse));
-        sum += code;
-        store_codes(out + i, code);
+      vi each[BLOCK / LANES], sum = vi{};
+      for (int i = 0; i < BLOCK / LANES; i++) {
+        each[i] = round_to_int(loadf(from + i * LANES) * splat(inverse));
+        sum += each[i];
       }
-      int32_t total = 0;
-      for (int j = 0; j < LANES; j++) total += sum[j];
+      store_codes(out, each);
+      const int32_t total = hsum_int(sum);
       scales[row * blocks + b] = scale;
       sums[row * blocks + b] = scale * (float)total;
       biases[row * blocks + b] = -CODE_BIAS * total;

@@ -105,9 +105,28 @@ inline float hsum(vf v) {
 }
 
 inline float hmax(vf v) {
+#if defined(RG_AVX2) && !defined(RG_AVX512)
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+#else
   float top = v[0];
   for (int i = 1; i < LANES; i++) top = top > v[i] ? top : v[i];
   return top;
+#endif
+}
+
+inline int32_t hsum_int(vi v) {
+#if defined(RG_AVX2) && !defined(RG_AVX512)
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v),
+                            _mm256_extracti128_si256((__m256i)v, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+#else
+  int32_t sum = v[0];
+  for (int i = 1; i < LANES; i++) sum += v[i];
+  return sum;
+#endif
 }
 
 // --- 16-bit floats ---
