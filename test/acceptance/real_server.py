@@ -153,10 +153,16 @@ class RealServer:
 
     @property
     def state(self) -> dict[str, Any]:
-        status, body = self.get("/server_info")
-        assert status == 200, self.log
-        state: dict[str, Any] = json.loads(body)["internal_states"][0]
-        return state
+        """The scheduler's own figures of this moment: on a busy machine the server may first tell
+        older ones, marked as such."""
+
+        def fresh() -> dict[str, Any] | None:
+            status, body = self.get("/server_info")
+            assert status == 200, self.log
+            state: dict[str, Any] = json.loads(body)["internal_states"][0]
+            return None if "is_stale" in state else state
+
+        return wait_until(fresh, "the scheduler's figures")
 
     def journal(self, last: int = 10_000) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = json.loads(self.get(f"/v1/journal?last={last}")[1])[
@@ -170,7 +176,7 @@ class RealServer:
         def idle() -> dict[str, Any] | None:
             state = self.state
             is_idle = not (state["num_running_reqs"] or state["num_waiting_reqs"])
-            return state if is_idle and "is_stale" not in state else None
+            return state if is_idle else None
 
         state = wait_until(idle, "an idle server", seconds)
         assert state["num_used_tokens"] == state["num_locked_tokens"] == 0, state
