@@ -19,6 +19,24 @@ SMALL_GPU = GpuFacts(num_sms=2, capability=(9, 0))
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 LAYER = 1  # of two: the other must stay untouched
 
+HEAD_DIMS = [64, 80, 96, 128, 256]
+DTYPES = [  # of the queries, and of a cache that has another
+    (torch.bfloat16, None),
+    (torch.float16, None),
+    (torch.float32, None),
+    (torch.bfloat16, torch.float8_e4m3fn),
+]
+WINDOWS = [(None, 0.0), (65, 0.0), (128, 4.0)]  # and the cap of the logits
+PAGE_SIZES = [1, 16, 64]
+# What a kernel is made for, in every combination. A page size is nothing that kernels know, only an
+# order of the slots that the table leads to: each meets every value of each of the others.
+EVERYWHERE = [
+    (head_dim, *dtypes, *window, PAGE_SIZES[(h + t + w) % len(PAGE_SIZES)])
+    for h, head_dim in enumerate(HEAD_DIMS)
+    for t, dtypes in enumerate(DTYPES)
+    for w, window in enumerate(WINDOWS)
+]
+
 
 @dataclass
 class Case:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from attention_cases import make_case
+from attention_cases import EVERYWHERE, make_case
 
 from srt.forward_batch import ForwardMode
 from srt.layers.extend_attention import extend_tiles
@@ -41,12 +41,9 @@ def test_extend_agrees_with_float64(options, kernel_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("window", "logit_cap"), [(None, 0.0), (65, 0.0), (128, 4.0)])
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [(BF16, None), (FP16, None), (FP32, None), (BF16, E4M3)]
+    ("head_dim", "dtype", "kv_dtype", "window", "logit_cap", "page_size"), EVERYWHERE
 )
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_extend_agrees_with_float64_everywhere(
     head_dim, dtype, kv_dtype, window, logit_cap, page_size, kernel_device
 ):
