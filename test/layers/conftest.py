@@ -8,11 +8,15 @@ unaffected.
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from srt.native import load_library
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
@@ -26,3 +30,10 @@ if not torch.cuda.is_available():
 def kernel_device() -> str:
     """Where kernels run in this session: "cuda", or "cpu" under the interpreter."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def portable_kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], ctypes.CDLL]:
+    """The CPU kernels without intrinsics, for vectors of so many lanes; each is built once."""
+    folder = tmp_path_factory.mktemp("portable")
+    return lambda lanes: load_library(folder, [f"-DRG_LANES={lanes}"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -177,10 +177,10 @@ def test_layers_of_a_pass_may_have_different_windows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_the_code_without_intrinsics_attends_as_defined_too(lanes: int, tmp_path: Path) -> None:
-    from srt.native import load_library
-
-    library: ctypes.CDLL = load_library(tmp_path, [f"-DRG_LANES={lanes}"])
+def test_the_code_without_intrinsics_attends_as_defined_too(
+    lanes: int, portable_kernels: Callable[[int], ctypes.CDLL]
+) -> None:
+    library = portable_kernels(lanes)
     made = make_pass(LONG, ForwardMode.EXTEND)
     backend = NativeAttentionBackend(library, made.backend.kv_cache, made.backend.req_to_token)
     made = dataclasses.replace(made, backend=backend)

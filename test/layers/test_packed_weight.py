@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from gguf.quants import dequantize, quantize
 
 from srt.layers.quantization.blocks import QuantizedBlocks
 from srt.layers.quantization.packed_weight import PackedFormat, PackedWeight, PanelArena
-from srt.native import load_library, native_library
+from srt.native import native_library
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="needs a C++ compiler")
 KINDS = ["Q4_0", "Q4_1", "Q8_0"]
@@ -196,8 +196,10 @@ def test_blocks_of_the_wrong_size_are_an_error() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_the_code_without_intrinsics_gives_the_same_products(lanes: int, tmp_path: Path) -> None:
-    portable = load_library(tmp_path, [f"-DRG_LANES={lanes}"])
+def test_the_code_without_intrinsics_gives_the_same_products(
+    lanes: int, portable_kernels: Callable[[int], ctypes.CDLL]
+) -> None:
+    portable = portable_kernels(lanes)
     x = torch.randn(7, 96, generator=torch.Generator().manual_seed(1))
     for kind in KINDS:
         blocks = random_blocks(kind, 37, 96)
