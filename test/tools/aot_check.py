@@ -307,18 +307,36 @@ def check_modules(
     only: str = "",
     jobs: int = 1,
     dump: Path | None = None,
+    once: Sequence[int] = (),
 ) -> list[Outcome]:
-    """All cases whose name contains `only`, in order."""
-    work = [
-        (case, arch)
+    """All cases whose name contains `only`, in order: for each of `archs`, and of each kernel the
+    first one for each of `once`."""
+    cases = [
+        case
         for name in modules
         for case in cases_of(importlib.import_module(name))
         if only in case["name"]
-        for arch in archs
-        if arch in case.get("arch", archs)
     ]
+    done: set[tuple[Any, int]] = set()
+    work = []
+    for case in cases:
+        for arch in (*archs, *once):
+            seen = (case["kernel"], arch)
+            if arch not in case.get("arch", (arch,)) or (arch not in archs and seen in done):
+                continue
+            done.add(seen)
+            work.append((case, arch))
+    _prepare_forks()
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(lambda item: check(*item, dump), work))
+
+
+def _prepare_forks() -> None:
+    """Do once what each child would do again: import the compiler, and hash all of it."""
+    import triton.compiler.code_generator  # noqa: F401
+    from triton.runtime.cache import triton_key
+
+    triton_key()
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -351,14 +369,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("modules", nargs="+", metavar="MODULE")
     parser.add_argument("--arch", default="90", help="targets, e.g. 80,89,90,100 (default 90)")
+    parser.add_argument("--once", default="", help="targets for only a case of each kernel")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains TEXT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cases at once")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="keep ttgir, ptx and sass here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
     args = parser.parse_args(argv)
-    archs = [int(arch) for arch in args.arch.split(",")]
-    if unknown := [arch for arch in archs if arch not in TARGETS]:
-        parser.error(f"--arch {unknown}: known are {sorted(TARGETS)}")
+    archs, once = (
+        [int(arch) for arch in text.split(",") if arch] for text in (args.arch, args.once)
+    )
+    for option, targets in (("--arch", archs), ("--once", once)):
+        if unknown := [arch for arch in targets if arch not in TARGETS]:
+            parser.error(f"{option} {unknown}: known are {sorted(TARGETS)}")
     if os.environ.get("TRITON_INTERPRET", "0") != "0":
         parser.error("TRITON_INTERPRET is set: an interpreted kernel cannot be compiled")
     if args.dump:
@@ -366,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import triton
 
-    outcomes = check_modules(args.modules, archs, args.only, args.jobs, args.dump)
+    outcomes = check_modules(args.modules, archs, args.only, args.jobs, args.dump, once)
     print(f"triton {triton.__version__}", *table(outcomes), sep="\n")
     complaints = [o for o in outcomes if o.complaint]
     for outcome in complaints:

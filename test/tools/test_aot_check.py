@@ -6,8 +6,10 @@ import dataclasses
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import aot_check
 import pytest
 from aot_check import ROOT, TARGETS, Measured, innermost_loops, judge, main, occupancy
 
@@ -102,6 +104,28 @@ def test_an_unknown_target_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--arch", "75", "x"])
     assert "--arch [75]: known are [80, 86, 89, 90, 100, 120]" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--once", "75", "x"])
+    assert "--once [75]" in capsys.readouterr().err
+
+
+def test_only_the_first_case_of_a_kernel_is_for_the_targets_of_once(monkeypatch):
+    kernels = types.ModuleType("kernels_of_a_test")
+    kernels.AOT_CASES = [
+        dict(kernel="x", name="x1", arch=(80, 100)),
+        dict(kernel="x", name="x2"),
+        dict(kernel="y", name="y1"),
+    ]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setattr(aot_check, "check", lambda case, arch, dump: (case["name"], arch))
+    found = aot_check.check_modules([kernels.__name__], [80], once=[89, 100])
+    assert found == [
+        ("x1", 80),
+        ("x1", 100),
+        ("x2", 80),
+        ("x2", 89),
+        *(("y1", a) for a in (80, 89, 100)),
+    ]
 
 
 def run_tool(*arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
