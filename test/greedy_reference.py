@@ -32,8 +32,8 @@ class GreedyReference:
         rows.table[1] = torch.arange(1, max_tokens + 1).numpy()
 
     @torch.inference_mode()
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """[len(tokens), vocab]: of the token after each prefix."""
+    def logits(self, tokens: list[int], start: int = 0) -> torch.Tensor:
+        """[len(tokens) - start, vocab]: of the token after each prefix longer than `start`."""
         n = len(tokens)
         one = torch.tensor([n])
         batch = ForwardBatch(
@@ -50,13 +50,13 @@ class GreedyReference:
         )
         self.runner.attn.plan(batch)
         hidden = self.runner.model(batch.input_ids, batch.positions, self.runner.attn)
-        return self.runner.model.logits(hidden)
+        return self.runner.model.logits(hidden[start:])
 
     def assert_greedy(self, prompt: list[int], outputs: list[int]) -> None:
         """Every output is the argmax after what precedes it, up to ties."""
         if not outputs:
             return
-        logits = self.logits(prompt + outputs[:-1])[len(prompt) - 1 :]
+        logits = self.logits(prompt + outputs[:-1], len(prompt) - 1)
         chosen = logits.gather(1, torch.tensor(outputs)[:, None])[:, 0]
         behind = logits.max(1).values - chosen
         worst = int(behind.argmax())
