@@ -39,8 +39,9 @@ FLAGS = (
 )
 BUILD_TIMEOUT_S = 120.0
 
-# The element types that kernels know; the numbers are those of csrc/vec.h.
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+# The element types that kernels know; the numbers are those of csrc/vec.h. int8, which is blocks
+# with scales, only as a KV cache.
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 class NativeBuildError(RuntimeError):

@@ -59,8 +59,9 @@ class ServerArgs:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of the KV cache; auto is that of the activations, float16 for quantized weights",
-        choices=("auto", "float32", "float16", "bfloat16", "fp8_e4m3"),
+        "type of the KV cache; auto is int8 on CPU where products are int8, float16 for weights of "
+        "int8 alone, else the type of the activations",
+        choices=("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8"),
     )
     quantization: str = option(
         "auto",

@@ -119,6 +119,14 @@ def test_types_on_a_gpu(folder: Path, options: Any, dtype: Any, kv_dtype: Any) -
         runner.step(a_pass(cuda, ForwardMode.EXTEND, [3]))
 
 
+def test_an_int8_cache_is_refused_on_a_gpu(folder: Path) -> None:
+    message = (
+        "--kv-cache-dtype int8 is for device cpu; on cuda it may be auto, bfloat16 .* fp8_e4m3"
+    )
+    with FakeCuda(90) as cuda, pytest.raises(ValueError, match=message):
+        make_runner(cuda, folder, kv_cache_dtype="int8")
+
+
 def test_a_batch_invariant_runner_takes_no_product_of_a_library(folder: Path) -> None:
     with FakeCuda(90) as cuda:
         runner = make_runner(cuda, folder, batch_invariant=True)

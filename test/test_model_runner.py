@@ -11,8 +11,10 @@ import torch
 
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.layers.quantization.scheme import packed_bytes
+from srt.layers.torch_attention import TorchAttentionBackend
 from srt.model_config import load_model_config
 from srt.model_runner import ModelRunner
+from srt.native import native_library
 from srt.sampling_batch import SamplingBatch
 from srt.sampling_params import SamplingParams
 from srt.server_args import ServerArgs
@@ -156,6 +158,7 @@ def test_a_pass_of_inner_chunks_fills_the_cache_and_gives_no_tokens(folder: Path
         ({"dtype": "bfloat16"}, torch.bfloat16, torch.bfloat16),
         ({"dtype": "half"}, torch.float16, torch.float16),
         ({"kv_cache_dtype": "bfloat16"}, torch.float32, torch.bfloat16),
+        ({"kv_cache_dtype": "int8"}, torch.float32, torch.int8),
     ],
 )
 def test_types_follow_the_options(
@@ -172,8 +175,40 @@ def test_types_follow_the_options(
     assert bool(decoded.isfinite().all())
 
 
-def test_the_plan_is_what_is_made(folder: Path) -> None:
-    runner = make_runner(folder, page_size=16, max_running_requests=5)
+@pytest.mark.parametrize(
+    ("options", "kv_dtype"),
+    [
+        ({"quantization": "w8a8_int8"}, torch.int8),
+        ({"quantization": "w8a8_int8", "kv_cache_dtype": "float16"}, torch.float16),
+        ({"quantization": "int8"}, torch.float16),
+        ({"quantization": "none", "dtype": "float32"}, torch.float32),
+    ],
+)
+def test_auto_keeps_an_int8_cache_beside_int8_products_alone(
+    folder: Path, options: dict[str, str], kv_dtype: torch.dtype
+) -> None:
+    if options["quantization"] != "none" and native_library() is None:
+        pytest.skip("needs a C++ compiler")
+    assert make_runner(folder, **options).kv_dtype is kv_dtype
+
+
+def test_an_int8_cache_needs_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = []
+    for compiler in (True, False):
+        if not compiler:
+            monkeypatch.setattr("srt.model_runner.native_library", lambda: None)
+        runner = make_runner(folder, kv_cache_dtype="int8")
+        runner.forward(extend_batch(PROMPTS))
+        logits.append(runner.forward(decode_batch({1: (11, 5), 2: (12, 1), 3: (13, 40)})))
+    assert isinstance(runner.attn, TorchAttentionBackend)
+    assert (logits[0] - logits[1]).norm() < 0.02 * logits[0].norm()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_plan_is_what_is_made(folder: Path, kv_cache_dtype: str) -> None:
+    runner = make_runner(
+        folder, page_size=16, max_running_requests=5, kv_cache_dtype=kv_cache_dtype
+    )
     plan = runner.plan_memory()
     assert (plan.max_total_num_tokens, plan.max_running_requests) == (256, 5)
     assert plan.context_len == 128
@@ -198,16 +233,23 @@ def test_a_device_that_is_not_there_is_an_error(folder: Path) -> None:
         make_runner(folder, device="cuda")
 
 
-def test_a_cache_of_8_bit_floats_changes_logits_little(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "most"),
+    # Three bits of a mantissa: a value is off by 1/32 of itself in the mean. Seven bits and a sign
+    # for what is up to four times as large as the mean.
+    [("fp8_e4m3", 0.15), ("int8", 0.02)],
+)
+def test_a_cache_of_8_bits_changes_logits_little(
+    folder: Path, kv_cache_dtype: str, most: float
+) -> None:
     exact = {"dtype": "float32", "quantization": "none"}
     batch, after = extend_batch(PROMPTS), decode_batch({1: (11, 5), 2: (12, 1), 3: (13, 40)})
     logits = []
-    for kv_cache_dtype in ("float32", "fp8_e4m3"):
-        runner = make_runner(folder, kv_cache_dtype=kv_cache_dtype, **exact)
+    for dtype in ("float32", kv_cache_dtype):
+        runner = make_runner(folder, kv_cache_dtype=dtype, **exact)
         runner.forward(batch)
         logits.append(runner.forward(after))
-    # Three bits of a mantissa: a value is off by 1/32 of itself in the mean.
-    assert 0 < (logits[0] - logits[1]).norm() < 0.15 * logits[0].norm()
+    assert 0 < (logits[0] - logits[1]).norm() < most * logits[0].norm()
 
 
 def test_batch_invariance_is_refused_where_products_depend_on_the_batch(folder: Path) -> None:

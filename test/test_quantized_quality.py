@@ -89,11 +89,23 @@ def exact(default_model: Path) -> Reading:
     return read_text(default_model, "none")
 
 
-@pytest.mark.parametrize("quantization", ["auto", "int4", "int8", "w8a8_int8"])
+@pytest.mark.parametrize(
+    ("quantization", "kv_cache_dtype"),
+    [
+        ("auto", "auto"),
+        ("auto", "int8"),
+        ("auto", "float16"),
+        ("none", "int8"),
+        ("int4", "auto"),
+        ("int8", "auto"),
+        ("int8", "int8"),
+        ("w8a8_int8", "auto"),
+    ],
+)
 def test_quantization_keeps_perplexity_and_choices(
-    quantization: str, exact: Reading, default_model: Path
+    quantization: str, kv_cache_dtype: str, exact: Reading, default_model: Path
 ) -> None:
-    rounded = read_text(default_model, quantization)
+    rounded = read_text(default_model, quantization, kv_cache_dtype)
     agreement = float((rounded.likeliest == exact.likeliest).double().mean())
     assert rounded.perplexity / exact.perplexity < MAX_PERPLEXITY_RATIO
     assert agreement > MIN_AGREEMENT

@@ -197,3 +197,26 @@ def test_a_pool_too_small_for_the_load_changes_no_answer(
     log = capfd.readouterr().err
     counted = sum(int(n) for n in re.findall(r"#retracted_reqs: (\d+)", log))
     assert counted == retractions
+
+
+@pytest.mark.slow
+def test_over_an_int8_cache_every_answer_is_to_the_token_what_it_is_alone(default_model):
+    """Twelve requests, of which one is taken back and computed again at every tenth step."""
+    rng = random.Random(5)
+    with Engine(
+        str(default_model),
+        kv_cache_dtype="int8",
+        max_total_tokens=2000,
+        retract_every=10,
+        disable_radix_cache=True,
+    ) as engine:
+        vocab = engine.tokenizer.vocab_size
+        prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(5, 90))] for _ in range(12)]
+        params = [
+            {**GREEDY, "max_new_tokens": rng.randint(40, 120), "ignore_eos": True} for _ in prompts
+        ]
+        together = engine.generate(input_ids=prompts, sampling_params=params)
+        assert sum(answer["meta_info"]["num_retractions"] for answer in together) > 0
+        for ids, its, answer in zip(prompts, params, together, strict=True):
+            alone = engine.generate(input_ids=ids, sampling_params=its)
+            assert alone["output_ids"] == answer["output_ids"]

@@ -11,9 +11,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
+#include <vector>
 
+#include "attention_int8.h"
 #include "attention_tile.h"
 #include "pool.h"
 #include "vec.h"
@@ -28,9 +29,14 @@ struct AttentionScratch {
   std::unique_ptr<float[]> memory;
   size_t size = 0;
   float *q, *tile, *scores, *part, *part_max, *part_sum, *total, *total_max, *total_sum;
+  // For an int8 cache: of the tile's rows; weights times one block's.
+  float *scales, *scaled;
+  Int8Queries int8_q;
 
   void reserve(long rows, long width) {
-    size_t needed = rows * (3 * width + SPLIT + 4) + TILE * width;
+    const long blocks = int8_blocks(width);
+    size_t needed = rows * (3 * width + SPLIT + 4 + TILE) + TILE * width;
+    needed += TILE * blocks + rows * blocks * (2 + BLOCK / (long)sizeof(float));
     if (needed > size) {
       memory.reset(new float[needed]);
       size = needed;
@@ -50,6 +56,11 @@ struct AttentionScratch {
     total_max = take(rows);
     total_sum = take(rows);
     tile = take(TILE * width);
+    scales = take(TILE * blocks);
+    scaled = take(TILE * rows);
+    int8_q.codes = (int8_t*)take(rows * blocks * BLOCK / sizeof(float));
+    int8_q.scales = take(rows * blocks);
+    int8_q.biases = (int32_t*)take(rows * blocks);
   }
 };
 
@@ -97,18 +108,23 @@ class SplitAttention {
   }
 
  private:
-  typedef typename Element<T>::type Item;
-
   void score_tile(long start, long tile, long end, long first) const {
     const bool more = tile + TILE < end;
     Prefetcher ahead = prefetcher(more ? layer_.k : layer_.v, more ? tile + TILE : first,
                                   STEPS * block_.heads());
     const long skip = skipped(tile), count = std::min((long)TILE, end - tile);
     for (long h = 0; h < block_.heads(); h++) {
-      load_columns(cache_rows(layer_.k, h, tile, ahead), count, layer_.head_dim, s_.tile);
-      const long r = h * per_head_ + skip;
-      product(s_.q + r * width_, width_, MatrixRows{s_.tile, TILE}, per_head_ - skip, TILE / LANES,
-              layer_.head_dim, s_.scores + r * SPLIT + tile - start, SPLIT, false);
+      const long r = h * per_head_ + skip, rows = per_head_ - skip;
+      float* scores = s_.scores + r * SPLIT + tile - start;
+      if constexpr (T == I8) {
+        const Int8Tile keys = int8_tile(layer_.k, h, tile, count, ahead);
+        turn_codes(keys, s_.tile);
+        score_tile_int8(s_.tile, keys.scales, keys.blocks, s_.int8_q, r, rows, scores);
+      } else {
+        load_columns(cache_rows(layer_.k, h, tile, ahead), count, layer_.head_dim, s_.tile);
+        product(s_.q + r * width_, width_, MatrixRows{s_.tile, TILE}, rows, TILE / LANES,
+                layer_.head_dim, scores, SPLIT, false);
+      }
     }
   }
 
@@ -116,19 +132,30 @@ class SplitAttention {
     const bool more = tile + TILE < end;
     // Few rows convert what they read; for more a converted tile pays.
     const long skip = skipped(tile), rows = per_head_ - skip, dim = layer_.head_dim;
-    const bool direct = rows <= ROW_TILE && dim == width_;
+    const bool direct = rows <= ROW_TILE && (T == I8 || dim == width_);
     Prefetcher ahead = prefetcher(more ? layer_.v : layer_.k, tile + TILE,
-                                  (direct ? TILE : STEPS) * block_.heads());
+                                  (direct && T != I8 ? TILE : STEPS) * block_.heads());
     const long count = std::min((long)TILE, end - tile), vectors = width_ / LANES;
     for (long h = 0; h < block_.heads(); h++) {
       const long r = h * per_head_ + skip;
       const float* weights = s_.scores + r * SPLIT + tile - start;
       float* out = s_.part + r * width_;
-      const CacheRows<T> values = cache_rows(layer_.v, h, tile, ahead);
-      if (direct) {
-        product(weights, SPLIT, values, rows, vectors, count, out, width_, true);
+      if constexpr (T == I8) {
+        const Int8Tile values = int8_tile(layer_.v, h, tile, count, ahead);
+        if (!direct) load_codes(values, count, s_.tile);
+        for (long d = 0; d < width_; d += BLOCK) {
+          scale_weights(weights, rows, values.scales + d / BLOCK * TILE, s_.scaled);
+          if (direct)
+            add_block(values, d, s_.scaled, rows, count, out + d, width_);
+          else
+            product(s_.scaled, TILE, MatrixRows{s_.tile + d, width_}, rows, BLOCK / LANES, count,
+                    out + d, width_, true);
+        }
+      } else if (direct) {
+        product(weights, SPLIT, cache_rows(layer_.v, h, tile, ahead), rows, vectors, count, out,
+                width_, true);
       } else {
-        load_rows(values, count, dim, width_, s_.tile);
+        load_rows(cache_rows(layer_.v, h, tile, ahead), count, dim, width_, s_.tile);
         product(weights, SPLIT, MatrixRows{s_.tile, width_}, rows, vectors, count, out, width_,
                 true);
       }
@@ -140,13 +167,24 @@ class SplitAttention {
 
   CacheRows<T> cache_rows(const void* cache, long head, long tile, Prefetcher& ahead) const {
     const long dim = layer_.head_dim;
-    return {(const Item*)cache + (block_.first_head + head) * dim, slots_ + tile,
-            layer_.num_kv_heads * dim, &ahead};
+    return {(const typename Element<T>::type*)cache + (block_.first_head + head) * dim,
+            slots_ + tile, layer_.num_kv_heads * dim, &ahead};
+  }
+
+  Int8Tile int8_tile(const void* cache, long head, long tile, long count,
+                     Prefetcher& ahead) const {
+    const long bytes = row_bytes<I8>(layer_.head_dim);
+    Int8Tile rows;
+    rows.scales = s_.scales;
+    rows.blocks = int8_blocks(layer_.head_dim);
+    rows.load((const uint8_t*)cache + (block_.first_head + head) * bytes,
+              layer_.num_kv_heads * bytes, slots_ + tile, count, ahead);
+    return rows;
   }
 
   // For the block's heads at positions [tile, tile + TILE), if the request has them.
   Prefetcher prefetcher(const void* cache, long tile, long steps) const {
-    const long bytes = layer_.head_dim * sizeof(Item);
+    const long bytes = row_bytes<T>(layer_.head_dim);
     return Prefetcher((const char*)cache + block_.first_head * bytes, layer_.num_kv_heads * bytes,
                       block_.heads() * bytes, slots_ + tile,
                       std::clamp(block_.end - tile, 0L, (long)TILE), steps);
@@ -165,7 +203,8 @@ class Attend {
          void* out)
       : pass_(pass), layer_(layer), q_(q), q_stride_(q_stride), out_(out) {
     group_ = layer.num_heads / layer.num_kv_heads;
-    width_ = (layer.head_dim + LANES - 1) / LANES * LANES;
+    const long step = layer.kv_dtype == I8 ? BLOCK : LANES;
+    width_ = (layer.head_dim + step - 1) / step * step;
   }
 
   void run() {
@@ -209,12 +248,12 @@ class Attend {
     static thread_local AttentionScratch s;
     const long rows = block.queries() * block.heads() * group_;
     s.reserve(rows, width_);
-    load_queries(block, s.q);
+    load_queries(block, s);
     std::fill(s.total, s.total + rows * width_, 0.0f);
     std::fill(s.total_max, s.total_max + rows, NEVER);
     std::fill(s.total_sum, s.total_sum + rows, 0.0f);
     for (long split = first_seen(layer_, block.begin) / SPLIT; split * SPLIT < block.end; split++) {
-      with_dtype(layer_.kv_dtype, [&](auto t) {
+      with_cache_dtype(layer_.kv_dtype, [&](auto t) {
         SplitAttention<t.value>(layer_, block, slots_of(block), group_, width_, s).run(split);
       });
       for (long r = 0; r < rows; r++)
@@ -237,8 +276,8 @@ class Attend {
         return;
       static thread_local AttentionScratch s;
       s.reserve(group, width);
-      load_queries(block, s.q);
-      with_dtype(layer_.kv_dtype, [&](auto t) {
+      load_queries(block, s);
+      with_cache_dtype(layer_.kv_dtype, [&](auto t) {
         SplitAttention<t.value>(layer_, block, slots_of(block), group, width, s).run(split);
       });
       float* out = parts.data() + item * size;
@@ -271,7 +310,7 @@ class Attend {
     return (block.first_head + r / group_ / block.queries()) * group_ + r % group_;
   }
 
-  void load_queries(const QueryBlock& block, float* q) const {
+  void load_queries(const QueryBlock& block, AttentionScratch& s) const {
     const long rows = block.queries() * block.heads() * group_;
     with_dtype(layer_.dtype, [&](auto t) {
       typedef typename Element<t.value>::type Item;
@@ -279,9 +318,14 @@ class Attend {
         const Item* from = (const Item*)q_ + token_of(block, r) * q_stride_ +
                            head_of(block, r) * layer_.head_dim;
         for (long d = 0; d < layer_.head_dim; d++)
-          q[r * width_ + d] = Element<t.value>::get(from[d]) * layer_.scale;
+          s.q[r * width_ + d] = Element<t.value>::get(from[d]) * layer_.scale;
       }
     });
+    if (layer_.kv_dtype != I8) return;
+    for (long r = 0; r < rows; r++) {
+      std::fill(s.q + r * width_ + layer_.head_dim, s.q + (r + 1) * width_, 0.0f);
+      s.int8_q.set_row(r, width_ / BLOCK, s.q + r * width_);
+    }
   }
 
   void write_row(const QueryBlock& block, long r, float sum, const float* row) const {
@@ -301,33 +345,5 @@ class Attend {
   void* out_;
   long group_, width_;
 };
-
-template <Dtype From, Dtype To>
-inline void convert_row(const typename Element<From>::type* from, long count,
-                        typename Element<To>::type* to) {
-  if constexpr (From == To) {
-    std::memcpy(to, from, count * sizeof *to);
-  } else {
-    for (long d = 0; d < count; d++) to[d] = Element<To>::put(Element<From>::get(from[d]));
-  }
-}
-
-inline void write_kv(const AttentionPass& pass, const AttentionLayer& layer, const void* k,
-                     long k_stride, const void* v, long v_stride) {
-  const long size = layer.num_kv_heads * layer.head_dim;
-  with_dtype(layer.dtype, [&](auto from) {
-    with_dtype(layer.kv_dtype, [&](auto to) {
-      typedef typename Element<from.value>::type In;
-      typedef typename Element<to.value>::type Out;
-      for (long i = 0; i < pass.num_tokens; i++) {
-        const long slot = pass.out_loc[i];
-        convert_row<from.value, to.value>((const In*)k + i * k_stride, size,
-                                          (Out*)layer.k + slot * size);
-        convert_row<from.value, to.value>((const In*)v + i * v_stride, size,
-                                          (Out*)layer.v + slot * size);
-      }
-    });
-  });
-}
 
 }  // namespace rg

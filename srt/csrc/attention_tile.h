@@ -26,7 +26,7 @@ struct AttentionPass {
 
 // One layer. Mirrors NativeLayer in native_attention.py.
 struct AttentionLayer {
-  void* k;  // [slots, num_kv_heads, head_dim]
+  void* k;  // [slots, num_kv_heads, head_dim]; of int8 see attention_int8.h
   void* v;
   int64_t num_heads;
   int64_t num_kv_heads;
@@ -169,9 +169,11 @@ inline void load_columns(const CacheRows<T>& rows, long count, long dim, float* 
 
 // Scores [first, end) of one row become weights, those outside [low, high) zero, and the row's
 // maximum and sum follow. first and end are multiples of TILE; more zeros would not change the sum.
+// A score that is NaN makes the sum NaN: neither a maximum nor vexp would let it through.
 inline void weigh_row(float* scores, long first, long end, long low, long high, float cap,
                       float* row_max, float* row_sum) {
   vf top = splat(NEVER), lane;
+  vi strange = vi{};
   for (int j = 0; j < LANES; j++) lane[j] = (float)j;
   for (long i = first; i < end; i += LANES) {
     vf s = loadf(scores + i);
@@ -182,6 +184,7 @@ inline void weigh_row(float* scores, long first, long end, long low, long high, 
     }
     if (cap > 0 || i < low || i + LANES > high) store(scores + i, s);
     top = vmax(top, s);
+    strange |= s != s;
   }
   const float most = hmax(top);
   vf sum = vf{};
@@ -191,7 +194,7 @@ inline void weigh_row(float* scores, long first, long end, long low, long high, 
     sum += p;
   }
   *row_max = most;
-  *row_sum = hsum(sum);
+  *row_sum = hsum(strange ? splat(NAN) : sum);
 }
 
 // Folds (part_max, part_sum, part) into (total_max, total_sum, total) for one row.

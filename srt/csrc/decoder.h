@@ -9,6 +9,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "write_kv.h"
 
 namespace rg {
 

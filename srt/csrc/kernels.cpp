@@ -6,6 +6,7 @@
 #include "packing.h"
 #include "pool.h"
 #include "vec.h"
+#include "write_kv.h"
 
 extern "C" {
 

@@ -198,8 +198,8 @@ inline vf load_half(const uint16_t* p) {
 #endif
 }
 
-// Element types as the Python side numbers them.
-enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2 };
+// Element types as the Python side numbers them. I8 is blocks with scales, and only a KV cache's.
+enum Dtype : int32_t { F32 = 0, F16 = 1, BF16 = 2, I8 = 3 };
 
 template <Dtype T>
 struct Element;
@@ -222,6 +222,11 @@ struct Element<BF16> {
   static uint16_t put(float x) { return float_to_bf16(x); }
 };
 
+template <>
+struct Element<I8> {  // codes of blocks, as bytes
+  typedef uint8_t type;
+};
+
 template <Dtype T>
 RG_INLINE vf load_as_float(const typename Element<T>::type* p) {
   if constexpr (T == F32) {
@@ -234,7 +239,7 @@ RG_INLINE vf load_as_float(const typename Element<T>::type* p) {
   }
 }
 
-// Calls body with the dtype as a compile-time constant.
+// Calls body with the dtype, one of numbers, as a compile-time constant.
 template <typename Body>
 inline void with_dtype(int32_t dtype, Body body) {
   if (dtype == F32) body(std::integral_constant<Dtype, F32>());

@@ -49,7 +49,7 @@ class NativeAttentionBackend:
     request only: the same bits in any batch, decoded or prefilled, in chunks or whole."""
 
     def __init__(self, library: ctypes.CDLL, kv_cache: KVCache, req_to_token: torch.Tensor) -> None:
-        """Only for a KV cache of float32, float16 or bfloat16 in host memory."""
+        """Only for a KV cache of float32, float16, bfloat16 or int8 in host memory."""
         assert kv_cache.dtype in DTYPE_CODES, f"no kernel for a KV cache of {kv_cache.dtype}"
         assert req_to_token.is_cpu and req_to_token.dtype is torch.int32
         self.library = library

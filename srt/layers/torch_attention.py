@@ -85,7 +85,7 @@ class TorchAttentionBackend:
             self._decode_groups[window] = self._plan_decode(batch, window, q.dtype)
         for group in self._decode_groups[window]:
             shape = (len(group.rows), group.length, layer.num_kv_heads, layer.head_dim)
-            keys, values = self._gather(layer.layer_id, group.slots, q.dtype)
+            keys, values = self.kv_cache.gather(layer.layer_id, group.slots, q.dtype)
             # The query heads of a KV head take the place of query positions: nothing is repeated.
             queries = q[group.rows].view(shape[0], layer.num_kv_heads, -1, layer.head_dim)
             result = _attend(
@@ -165,7 +165,7 @@ class TorchAttentionBackend:
                 keys, values = k[rows], v[rows]
             else:
                 slots = self.req_to_token[self._table_rows[i], first:seq_len]
-                keys, values = self._gather(layer.layer_id, slots, q.dtype)
+                keys, values = self.kv_cache.gather(layer.layer_id, slots, q.dtype)
             self._extend_one(layer, q[rows], keys, values, first, prefix_len, mask, out[rows])
 
     def _extend_one(
@@ -200,19 +200,6 @@ class TorchAttentionBackend:
                 mask[: end - start, past_len - past : past_len + end - start],
             )
             out[start:end] = result.permute(2, 0, 1, 3).reshape(out[start:end].shape)
-
-    def _gather(
-        self, layer_id: int, slots: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `slots` [m], each [m, num_kv_heads, head_dim]."""
-        k_buffer, v_buffer = self.kv_cache.get(layer_id)
-        # As a matrix: few rows are then gathered ten times as fast (torch 2.13, CPU).
-        k = k_buffer.flatten(1).index_select(0, slots).view(-1, *k_buffer.shape[1:])
-        v = v_buffer.flatten(1).index_select(0, slots).view(-1, *v_buffer.shape[1:])
-        if self.kv_cache.dtype == torch.float8_e4m3fn:
-            scales = self.kv_cache.k_scales[layer_id], self.kv_cache.v_scales[layer_id]
-            return k.to(dtype) * scales[0], v.to(dtype) * scales[1]
-        return k.to(dtype), v.to(dtype)
 
 
 def _extend_mask(batch: ForwardBatch, window: int | None, dtype: torch.dtype) -> torch.Tensor:

@@ -61,13 +61,14 @@ def test_native_extend_is_right_across_tiles_and_splits(window: int | None) -> N
     torch.testing.assert_close(made.run(layer).double(), reference(layer, made), atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_token_has_the_same_bits_decoded_alone_or_prefilled_in_company(
-    window: int | None,
+    window: int | None, kv_dtype: torch.dtype
 ) -> None:
     layer = make_layer(window)
     shapes = [*LONG[:3], (0, 1300)]
-    made = native_pass(shapes, ForwardMode.EXTEND)
+    made = native_pass(shapes, ForwardMode.EXTEND, kv_dtype=kv_dtype)
     together = made.run(layer)
     n = len(together)
     for back in (1, 2, 40, 800):  # from the end of the long row, whose keys are all cached now
@@ -91,10 +92,13 @@ def test_a_token_has_the_same_bits_decoded_alone_or_prefilled_in_company(
         assert torch.equal(alone, together[rows])
 
 
-def test_a_decoded_row_has_the_same_bits_in_a_large_batch_and_a_small_one() -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+def test_a_decoded_row_has_the_same_bits_in_a_large_batch_and_a_small_one(
+    kv_dtype: torch.dtype,
+) -> None:
     # Alone, its keys are shared out among threads; in the large batch one thread takes them all.
     layer = make_layer()
-    made = native_pass([(900, 1)] + [(3, 1)] * 40, ForwardMode.DECODE)
+    made = native_pass([(900, 1)] + [(3, 1)] * 40, ForwardMode.DECODE, kv_dtype=kv_dtype)
     together = made.run(layer)
     batch = dataclasses.replace(
         made.batch,
@@ -122,6 +126,20 @@ def test_a_narrow_cache_rounds_to_nearest(mode: ForwardMode, kv_dtype: torch.dty
     torch.testing.assert_close(out.double(), reference(layer, made), atol=2e-6, rtol=0)
     written = made.backend.kv_cache.get(0)[0][made.batch.out_cache_loc]
     assert torch.equal(written, made.k.to(kv_dtype))
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8])
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_what_is_no_number_breaks_its_own_row_and_no_other(
+    mode: ForwardMode, kv_dtype: torch.dtype, which: str
+) -> None:
+    shapes = DECODES[1] if mode is ForwardMode.DECODE else EXTENDS[1]
+    made = native_pass(shapes, mode, kv_dtype=kv_dtype)
+    getattr(made, which)[0, 0, 3] = float("nan")
+    out = made.run(make_layer())
+    assert not out[0, 0].isfinite().all()
+    assert out[made.batch.extend_lens_cpu[0] :].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -12,6 +12,7 @@ import srt.layers.torch_attention as torch_attention
 from srt.forward_batch import ForwardBatch, ForwardMode
 from srt.layers.attention import Attention
 from srt.layers.torch_attention import TorchAttentionBackend
+from srt.mem_cache import int8_rows
 from srt.mem_cache.kv_cache import KVCache
 
 NUM_SLOTS = 4096
@@ -48,7 +49,8 @@ def make_pass(
     generator = torch.Generator().manual_seed(seed)
     cache = KVCache(NUM_SLOTS, 1, KV_HEADS, HEAD_DIM, kv_dtype or dtype, "cpu")
     for buffer in cache.get(0):
-        buffer[1:] = float("nan")
+        # Of an int8 cache all bits set: scales that are NaN.
+        buffer[1:] = 255 if buffer.dtype is torch.uint8 else float("nan")
     free = (torch.randperm(NUM_SLOTS - 1, generator=generator) + 1).tolist()
     garbage = free.pop()
     table = torch.full((len(shapes) + 3, CONTEXT_LEN), garbage, dtype=torch.int32)
@@ -109,6 +111,11 @@ def reference(layer: Attention, made: Pass) -> torch.Tensor:
 
 def make_layer(window: int | None = None, cap: float = 0.0) -> Attention:
     return Attention(0, HEADS, KV_HEADS, HEAD_DIM, 0.3, window, cap)
+
+
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """x as an int8 cache gives it back."""
+    return int8_rows.decode(int8_rows.encode(x), x.shape[-1], torch.float64)
 
 
 EXTENDS = [
@@ -231,3 +238,12 @@ def test_bfloat16_attention_is_right_within_its_rounding(mode: ForwardMode) -> N
     out = made.run(layer)
     assert out.dtype is torch.bfloat16
     torch.testing.assert_close(out.double(), reference(layer, made), atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_an_int8_cache_is_read_by_its_scales(mode: ForwardMode) -> None:
+    shapes = DECODES[2] if mode is ForwardMode.DECODE else EXTENDS[2]
+    made, layer = make_pass(shapes, mode, kv_dtype=torch.int8), make_layer(16, 2.0)
+    out = made.run(layer)
+    made.all_k, made.all_v = ([as_stored(x) for x in xs] for xs in (made.all_k, made.all_v))
+    torch.testing.assert_close(out.double(), reference(layer, made), atol=2e-6, rtol=0)

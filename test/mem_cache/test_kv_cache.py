@@ -28,6 +28,36 @@ def test_the_bytes_of_a_token_are_those_of_the_buffers() -> None:
     assert held == 10 * cache.bytes_per_token == 10 * bytes_per_token(2, 3, 4, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("head_dim", "row"), [(64, 64 + 4), (80, 96 + 6)])
+def test_an_int8_token_has_a_byte_an_element_and_two_for_each_32(head_dim: int, row: int) -> None:
+    cache = KVCache(10, 2, 3, head_dim, torch.int8, "cpu")
+    held = sum(buffer.nbytes for layer_id in range(2) for buffer in cache.get(layer_id))
+    assert held == 10 * cache.bytes_per_token == 10 * bytes_per_token(2, 3, head_dim, torch.int8)
+    assert cache.bytes_per_token == 2 * 2 * 3 * row
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float32, 0.0),
+        (torch.bfloat16, 2**-8),
+        (torch.int8, 0.006),
+        (torch.float8_e4m3fn, 2**-4),
+    ],
+)
+def test_what_is_gathered_is_what_was_written(dtype: torch.dtype, tolerance: float) -> None:
+    cache = KVCache(8, 2, 3, 40, dtype, "cpu")
+    cache.k_scales[1] = 2.0
+    k, v = torch.rand(2, 3, 40), torch.rand(2, 3, 40)
+    cache.set_kv(1, torch.tensor([5, 2]), k, v)
+    gathered = cache.gather(1, torch.tensor([2, 0, 5], dtype=torch.int32), torch.float32)
+    for got, written in zip(gathered, (k, v), strict=True):
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got[[2, 0]], written, atol=tolerance, rtol=0)
+        assert not got[1].any()  # the padding slot
+    assert not any(x.any() for x in cache.gather(0, torch.tensor([2, 5]), torch.float32))
+
+
 def test_unused_slots_cost_no_memory() -> None:
     before = psutil.Process().memory_info().rss
     cache = KVCache(1 << 18, 1, 8, 64, torch.float32, "cpu")

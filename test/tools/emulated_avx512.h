@@ -15,13 +15,18 @@
 #define __AVX512VNNI__ 1
 #endif
 
-// The one instruction of ours that SIMDe does not know: the low byte of each 32-bit lane.
+// The instructions of ours that SIMDe does not know: the low byte of each 32-bit lane, and bytes
+// to lanes.
+typedef int32_t emulated_lanes __attribute__((vector_size(64)));
+typedef int8_t emulated_bytes __attribute__((vector_size(16)));
 static inline __m128i low_bytes(simde__m512i v) {
-  typedef int32_t lanes __attribute__((vector_size(64)));
-  typedef int8_t bytes __attribute__((vector_size(16)));
-  return (__m128i)__builtin_convertvector((lanes)v, bytes);
+  return (__m128i)__builtin_convertvector((emulated_lanes)v, emulated_bytes);
+}
+static inline simde__m512i lanes_of_bytes(__m128i v) {
+  return (simde__m512i)__builtin_convertvector((emulated_bytes)v, emulated_lanes);
 }
 #define _mm512_cvtepi32_epi8 low_bytes
+#define _mm512_cvtepi8_epi32 lanes_of_bytes
 
 // `asm("" : "+v"(x))` keeps x in a register, and 512 bits do not fit one here.
 #define asm(...)
