@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 GB = 1 << 30
 
-# Two cores without VNNI compute about 900 prompt tokens a second on the default model: between two
-# tokens of a running stream lies then at most a chunk of 0.07 s, and its slowest gaps are under
-# three times the usual one. Smaller chunks cost throughput, larger ones win none.
-CPU_CHUNK = 64
+# Two cores without VNNI compute about 1000 prompt tokens a second on the default model: between two
+# tokens of a running stream lies then at most a chunk of 0.05 s, and its slowest gaps are under
+# three times the usual one (docs/cpu.md). Smaller chunks cost throughput, larger ones win little.
+CPU_CHUNK = 48
 
 
 def run_scheduler_process(args: ServerArgs, model_path: Path, ipc_dir: Path) -> None:
